@@ -1,0 +1,56 @@
+"""Approximately normalized transformers: GPT+, nGPT and anGPT side by side, and the parts they are made of."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from angpt.version import __version__
+
+if TYPE_CHECKING:
+    from angpt.config import SIZES as SIZES
+    from angpt.config import ModelConfig as ModelConfig
+    from angpt.errors import UserError as UserError
+    from angpt.models.constraints import Constraint as Constraint
+    from angpt.models.constraints import apply_constraints as apply_constraints
+    from angpt.models.constraints import constrain as constrain
+    from angpt.models.constraints import largest_violation as largest_violation
+    from angpt.models.factors import constants as constants
+    from angpt.models.factors import nu_lerp as nu_lerp
+    from angpt.models.factors import nu_linear as nu_linear
+    from angpt.models.primitives import LearnedScale as LearnedScale
+    from angpt.models.primitives import lerp as lerp
+    from angpt.models.primitives import norm as norm
+    from angpt.models.primitives import rms as rms
+    from angpt.models.variants import ARCHITECTURES as ARCHITECTURES
+    from angpt.models.variants import build as build
+
+# Imported at first use: `angpt --help` must not wait for torch.
+_HOME = {
+    "SIZES": "config",
+    "ModelConfig": "config",
+    "UserError": "errors",
+    "Constraint": "models.constraints",
+    "apply_constraints": "models.constraints",
+    "constrain": "models.constraints",
+    "largest_violation": "models.constraints",
+    "constants": "models.factors",
+    "nu_lerp": "models.factors",
+    "nu_linear": "models.factors",
+    "LearnedScale": "models.primitives",
+    "lerp": "models.primitives",
+    "norm": "models.primitives",
+    "rms": "models.primitives",
+    "ARCHITECTURES": "models.variants",
+    "build": "models.variants",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'angpt' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"angpt.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,3 @@
+from angpt.cli import main
+
+main()

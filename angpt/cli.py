@@ -1,0 +1,107 @@
+"""The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from tyro.extras import SubcommandApp
+
+from angpt.config import SIZES, ModelConfig
+from angpt.errors import UserError
+from angpt.version import __version__
+
+app = SubcommandApp()
+out = Console()
+err = Console(stderr=True)
+
+DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, the approximately normalized transformer.
+
+`angpt COMMAND --help` explains a command and all its options; `angpt --version` prints the version."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"angpt {__version__}")
+        return
+    try:
+        app.cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
+    except UserError as error:
+        err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # `angpt … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+@app.command(name="models")
+def models(
+    architectures: Annotated[tuple[str, ...], tyro.conf.Positional] = ("gpt+", "ngpt", "angpt"),
+    context: int = 2048,
+    list_variants: bool = False,
+) -> None:
+    """Sizes and architectures: parameter counts and training FLOPs per token.
+
+    Args:
+        architectures: Which ones to show, variants included.
+        context: Sequence length at which attention is counted.
+        list_variants: List every architecture and variant with what it changes, and stop.
+    """
+    import torch
+    from rich import box
+    from rich.table import Table
+
+    from angpt.models.variants import ARCHITECTURES, build
+
+    if list_variants:
+        table = Table("name", "what it is", box=None)
+        for name, cls in ARCHITECTURES.items():
+            table.add_row(name, " ".join((cls.__doc__ or "").split()))
+        out.print(table)
+        return
+    table = Table(
+        title=f"Parameters, and training GFLOPs per token at a context of {context:,}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("size", "d_m", "layers", "heads", *architectures):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for size, dimensions in SIZES.items():
+        cells = []
+        for name in architectures:
+            with torch.device("meta"):
+                model = build(ModelConfig.size(size, architecture=name, context=context))
+            cells.append(f"{model.parameter_count() / 1e6:,.2f}M {model.flops_per_token() / 1e9:.3f}")
+        table.add_row(size, *map(str, dimensions), *cells)
+    out.print(table)
+
+
+@app.command(name="factors")
+def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | None = None) -> None:
+    """The normalizing factors ν: formula, value, Monte-Carlo check, and whether they can change the function at all.
+
+    Args:
+        size: Model size whose dimensions to use.
+        draws: Fresh weight matrices per estimate (with 512 inputs each).
+        seed: Of the Monte-Carlo estimate.
+        figure: Also draw how the length of a vector concentrates as the dimension grows, into this file.
+    """
+    from angpt.models.factor_report import draw_concentration, factor_tables
+
+    for table in factor_tables(ModelConfig.size(size), draws, seed):
+        out.print(table)
+    if figure is not None:
+        draw_concentration(figure, seed)
+        out.print(f"figure: {figure}")

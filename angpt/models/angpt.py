@@ -1,0 +1,73 @@
+"""anGPT: normalization by constant factors ν, every weight row bounded by 1. Third column of Table 1."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from angpt.config import ModelConfig
+from angpt.models import decoder, factors
+from angpt.models.constraints import Constraint
+from angpt.models.primitives import Context, LearnedScale, lerp, norm
+
+
+def stored_scale(cfg: ModelConfig) -> float:
+    return 0.01 if cfg.stored_scale is None else cfg.stored_scale
+
+
+class Block(decoder.Block):
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__(cfg, layer)
+        self.nu = self.constants(cfg)
+        self.g = LearnedScale(1, init=cfg.g_start, scale=cfg.g_start)
+        self.alpha_a = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+        self.alpha_m = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+
+    def constants(self, cfg: ModelConfig) -> factors.Factors:
+        return factors.constants(cfg)
+
+    def nu_lerp(self, alpha: Tensor) -> Tensor | float:
+        return factors.nu_lerp(alpha)
+
+    def attention(self, h: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.heads(self.W_qkv(h, self.nu.qkv))  # q, k, v ← W_qkv h · ν_qkv
+        k = norm(ctx.rotate(k))  # k ← norm(k)
+        q = norm(ctx.rotate(q))  # q ← norm(q)
+        h_a = self.attend(q * self.g(), k, v, ctx)  # A ← softmax(q kᵀ · g)
+        h_a = self.W_p(h_a, self.nu.p)  # h_a ← W_p (A v) · ν_p
+        return norm(h_a)  # h_a ← norm(h_a)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        u, z = self.W_uz(h, self.nu.uz).chunk(2, dim=-1)  # u, z ← W_uz h · ν_uz
+        h_m = u * F.silu(z)  # h_m ← u · SiLU(z) · ν_acf, the factor with the next
+        h_m = self.W_d(h_m, self.nu.acf * self.nu.d)  # h_m ← W_d h_m · ν_d
+        return norm(h_m)  # h_m ← norm(h_m)
+
+    def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
+        return lerp(h, x, alpha, self.nu_lerp(alpha))
+
+    def forward(self, h: Tensor, ctx: Context) -> Tensor:
+        h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← (h + α_a (h_a − h)) · ν(α_a)
+        return self.update(h, self.mlp(h), self.alpha_m())  # h ← (h + α_m (h_m − h)) · ν(α_m)
+
+
+class AnGPT(decoder.Decoder):
+    """Constant factors in place of norms, a learned interpolation for the residual update, weight rows bounded by 1."""
+
+    Block = Block
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.s_z = LearnedScale(cfg.vocab_size, init=1.0, scale=stored_scale(cfg))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.W_e(tokens)  # h ← W_e x_in
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.W_h(h, self.s_z())  # logits ← s_Z · (W_h h)
+
+    def init_matrices(self, generator: torch.Generator | None) -> None:
+        self.init_normalized(generator)
+
+    def constraints(self) -> dict[str, Constraint]:
+        """Each token's vector of embedding and head, and each neuron of every map, has at most length 1."""
+        return {name: Constraint("bound", dim=1) for name in self.matrices()}

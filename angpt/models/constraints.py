@@ -1,0 +1,101 @@
+"""Which dimension of which matrix is kept at (`unit`) or within (`bound`) length 1, as data that a model declares.
+
+The optimiser step, sharding, export and analysis read the same declaration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from angpt.errors import UserError
+from angpt.models.primitives import EPS
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The vectors of a matrix along `dim` have length 1 (`unit`, nGPT) or at most 1 (`bound`, anGPT)."""
+
+    kind: Literal["unit", "bound"]
+    dim: int
+
+
+@runtime_checkable
+class Constrained(Protocol):
+    """A module that says how its parameters are constrained, by their names."""
+
+    def constraints(self) -> Mapping[str, Constraint]: ...
+
+
+def norms(weight: Tensor, dim: int) -> Tensor:
+    """Lengths of the vectors along `dim`, which is kept with size 1."""
+    return torch.sqrt(weight.square().sum(dim, keepdim=True) + EPS)
+
+
+@torch.no_grad()
+def project_(weight: Tensor, constraint: Constraint) -> Tensor:
+    """Bring one matrix to the nearest point that satisfies its constraint, in place. A zero vector stays zero."""
+    scale = norms(weight, constraint.dim).reciprocal()
+    if constraint.kind == "bound":
+        scale = scale.clamp(max=1.0)
+    return weight.mul_(scale)
+
+
+@torch.no_grad()
+def excess(weight: Tensor, constraint: Constraint) -> Tensor:
+    """How far each vector is from satisfying the constraint: | ‖w‖ − 1 | (unit) or max(‖w‖ − 1, 0) (bound)."""
+    over = norms(weight, constraint.dim) - 1
+    return over.abs() if constraint.kind == "unit" else over.clamp(min=0)
+
+
+def rows_bounded(module: nn.Module) -> dict[str, Constraint]:
+    """The bound of the paper for any network: every neuron of a linear map and every row of an embedding."""
+    return {
+        f"{name}.weight" if name else "weight": Constraint("bound", dim=1)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | nn.Embedding)
+    }
+
+
+def constraints_of(module: nn.Module) -> Mapping[str, Constraint]:
+    """What the module declares; for a network that declares nothing, every row bounded."""
+    return module.constraints() if isinstance(module, Constrained) else rows_bounded(module)
+
+
+def apply_constraints(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> None:
+    """Project every constrained parameter, in place."""
+    for weight, constraint in _resolve(module, constraints):
+        project_(weight, constraint)
+
+
+def largest_violation(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> float:
+    """The largest distance of any constrained vector from satisfying its constraint; 0 where nothing is constrained."""
+    return max((float(excess(w, c).max()) for w, c in _resolve(module, constraints)), default=0.0)
+
+
+def constrain(
+    optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Mapping[str, Constraint] | None = None
+) -> RemovableHandle:
+    """Apply the constraints now and after every step of `optimizer`, whichever it is."""
+    pairs = _resolve(module, constraints)
+
+    def after_step(*_: Any) -> None:
+        for weight, constraint in pairs:
+            project_(weight, constraint)
+
+    after_step()
+    return optimizer.register_step_post_hook(after_step)
+
+
+def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) -> list[tuple[nn.Parameter, Constraint]]:
+    named = dict(module.named_parameters())
+    chosen = constraints_of(module) if constraints is None else constraints
+    for name, constraint in chosen.items():
+        if name not in named:
+            raise UserError(f"constraint on {name!r}, which is no parameter of the {type(module).__name__}")
+        if not -named[name].ndim <= constraint.dim < named[name].ndim:
+            raise UserError(f"constraint along dimension {constraint.dim} of {name!r}, which has {named[name].ndim}")
+    return [(named[name], constraint) for name, constraint in chosen.items()]

@@ -1,0 +1,173 @@
+"""What `angpt factors` shows: each ν against a Monte-Carlo estimate, and whether the function depends on it."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.table import Table
+
+from angpt.config import ModelConfig
+from angpt.models import angpt
+from angpt.models.factors import (
+    ACTIVATION_ASSUMPTIONS,
+    Estimate,
+    Factors,
+    constants,
+    estimate,
+    lerp_sample,
+    linear_sample,
+    nu_lerp,
+)
+
+ALPHA = 0.05
+INPUTS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One factor: its value, what random unit inputs give, and how much the logits move when it is tripled."""
+
+    symbol: str
+    formula: str
+    value: float
+    estimate: Estimate
+    effect: float
+
+    @property
+    def matters(self) -> bool:
+        """Whether the function depends on the factor, beyond float64 rounding."""
+        return self.effect > 1e-9
+
+    @property
+    def error(self) -> float:
+        """Relative distance of E[1/‖·‖] from ν: the error that the paper's appendix tabulates."""
+        return abs(self.estimate.mean_inverse / self.value - 1)
+
+
+def factor_rows(cfg: ModelConfig, draws: int, seed: int) -> list[Row]:
+    """Every factor of a model of this shape. ν_acf is estimated under the paper's own words: see `activation_rows`."""
+    rng = torch.Generator().manual_seed(seed)
+    d, h, f = cfg.d_model, cfg.d_head, cfg.d_mlp
+    nu, effects = constants(cfg), function_effects()
+
+    def linear(symbol: str, formula: str, name: str, d_in: int, d_out: int) -> Row:
+        found = estimate(linear_sample(d_in, d_out, INPUTS, rng), draws)
+        return Row(symbol, formula, getattr(nu, name), found, effects[name])
+
+    lerp_value = float(nu_lerp(torch.tensor(ALPHA, dtype=torch.float64)))
+    return [
+        linear("ν_qkv", "√(d_m/d_h)", "qkv", d, h),
+        linear("ν_p", "√(d_h/d_m)", "p", h, d),
+        linear("ν_uz", "√(d_m/d_f)", "uz", d, f),
+        linear("ν_d", "√(d_f/d_m)", "d", f, d),
+        Row("ν_acf", "quoted", nu.acf, activation(f, "SiLU(z), z on the unit sphere", draws, rng), effects["acf"]),
+        Row(
+            f"ν(α={ALPHA:g})",
+            "1/√(α²+(1−α)²)",
+            lerp_value,
+            estimate(lerp_sample(d, ALPHA, INPUTS, rng), draws),
+            effects["lerp"],
+        ),
+    ]
+
+
+def activation(d: int, assumption: str, draws: int, rng: torch.Generator) -> Estimate:
+    return estimate(lambda: ACTIVATION_ASSUMPTIONS[assumption](d, INPUTS, rng), draws)
+
+
+def function_effects() -> dict[str, float]:
+    """How much the logits of a small float64 model move (relative to their size) when one factor is tripled."""
+    cfg = ModelConfig(d_model=32, n_layers=2, n_heads=2, vocab_size=64, context=16)
+    tokens = torch.randint(cfg.vocab_size, (2, cfg.context), generator=torch.Generator().manual_seed(0))
+
+    def logits(nu: Factors, residual: float) -> torch.Tensor:
+        class Block(angpt.Block):
+            def constants(self, cfg: ModelConfig) -> Factors:
+                return nu
+
+            def nu_lerp(self, alpha: torch.Tensor) -> torch.Tensor | float:
+                return super().nu_lerp(alpha) * residual
+
+        model = type("Probe", (angpt.AnGPT,), {"Block": Block})(cfg).double()
+        model.init_weights(torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            return model(tokens)
+
+    nu = constants(cfg)
+    base = logits(nu, 1.0)
+    moved = {
+        f.name: logits(dataclasses.replace(nu, **{f.name: 3 * getattr(nu, f.name)}), 1.0)
+        for f in dataclasses.fields(nu)
+    }
+    moved["lerp"] = logits(nu, 3.0)
+    return {name: float((new - base).norm() / base.norm()) for name, new in moved.items()}
+
+
+def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
+    table = Table(
+        title=f"Normalizing factors at d_m = {cfg.d_model:,}, d_h = {cfg.d_head}, d_f = {cfg.d_mlp:,}",
+        caption="error: of ν against E[1/‖·‖], as in the paper's appendix; spread: std/mean of ‖·‖.\n"
+        "matters: relative change of the logits of a float64 model when the factor is tripled.\n"
+        "A factor that only a norm follows cannot change the function.",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("factor", no_wrap=True)
+    table.add_column("formula", no_wrap=True)
+    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error", "spread"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("matters", no_wrap=True)
+    for row in factor_rows(cfg, draws, seed):
+        e = row.estimate
+        table.add_row(
+            row.symbol,
+            row.formula,
+            f"{row.value:.4f}",
+            f"{e.nu:.4f}",
+            f"{e.mean_inverse:.4f}",
+            f"{row.error:.2%}",
+            f"{e.variation:.2%}",
+            f"{'yes' if row.matters else 'no'} ({row.effect:.0e})",
+        )
+    rng = torch.Generator().manual_seed(seed)
+    assumptions = Table(
+        title=f"ν_acf = {cfg.nu_acf:g} is quoted; what each assumption gives at d = d_f = {cfg.d_mlp:,}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    assumptions.add_column("assumption")
+    assumptions.add_column("1/√E‖·‖²", justify="right")
+    assumptions.add_column("spread", justify="right")
+    for name in ACTIVATION_ASSUMPTIONS:
+        e = activation(cfg.d_mlp, name, max(1, draws // 4), rng)
+        assumptions.add_row(name, f"{e.nu:.3f}", f"{e.variation:.2%}")
+    return [table, assumptions]
+
+
+def draw_concentration(path: Path, seed: int) -> None:
+    """Spread of ‖W x‖ · ν around 1 as the dimension grows, for a square map and for the interpolation."""
+    from matplotlib.figure import Figure
+
+    rng = torch.Generator().manual_seed(seed)
+    dimensions = [2**k for k in range(2, 13)]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    density, spread = figure.subplots(1, 2)
+    for d, shade in zip((16, 64, 256, 1024), (0.25, 0.5, 0.75, 1.0), strict=True):
+        lengths = torch.cat([linear_sample(d, d, 512, rng)().norm(dim=-1) for _ in range(16)])
+        density.hist(
+            lengths.numpy(), bins=60, density=True, histtype="step", color=(0.1, 0.4, 0.7, shade), label=f"d = {d:,}"
+        )
+    density.set(xlabel="‖W x‖ · ν", ylabel="density", title="Length after a linear map, unit rows and input")
+    density.legend(frameon=False)
+    linear = [estimate(linear_sample(d, d, 256, rng), 8).variation for d in dimensions]
+    lerp = [estimate(lerp_sample(d, 0.5, 256, rng), 8).variation for d in dimensions]
+    spread.loglog(dimensions, linear, "o-", color="#1a66b3", label="linear map W x")
+    spread.loglog(dimensions, lerp, "s-", color="#d1750c", label="interpolation, α = 0.5")
+    spread.loglog(dimensions, [1 / math.sqrt(2 * d) for d in dimensions], "k:", label="1/√(2d)")
+    spread.set(xlabel="dimension d", ylabel="std/mean of the length", title="The length concentrates like 1/√d")
+    spread.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)

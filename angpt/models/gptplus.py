@@ -1,0 +1,66 @@
+"""GPT+: the strong baseline. Pre-RMSNorm GPT with SwiGLU, rotary positions and QK norm. First column of Table 1."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from angpt.config import ModelConfig
+from angpt.models import decoder
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm
+
+
+class Block(decoder.Block):
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__(cfg, layer)
+        self.norm_a = self.make_norm(cfg.d_model)
+        self.norm_m = self.make_norm(cfg.d_model)
+        self.g = LearnedScale(1, init=cfg.g_start, scale=cfg.g_start)
+
+    def make_norm(self, size: int) -> nn.Module:
+        return RMSNorm(size)
+
+    def attention(self, h: Tensor, ctx: Context) -> Tensor:
+        h_a = self.norm_a(h)  # h_a ← rms(h) · γ_a
+        q, k, v = self.heads(self.W_qkv(h_a))  # q, k, v ← W_qkv h_a
+        k = norm(ctx.rotate(k))  # k ← norm(k)
+        q = norm(ctx.rotate(q))  # q ← norm(q)
+        h_a = self.attend(q * self.g(), k, v, ctx)  # A ← softmax(q kᵀ · g)
+        return self.W_p(h_a)  # h_a ← W_p (A v)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        h_m = self.norm_m(h)  # h_m ← rms(h) · γ_m
+        u, z = self.W_uz(h_m).chunk(2, dim=-1)  # u, z ← W_uz h_m
+        h_m = u * F.silu(z)  # h_m ← u · SiLU(z)
+        return self.W_d(h_m)  # h_m ← W_d h_m
+
+    def forward(self, h: Tensor, ctx: Context) -> Tensor:
+        h = h + self.attention(h, ctx)  # h ← h + h_a
+        return h + self.mlp(h)  # h ← h + h_m
+
+
+class GPTPlus(decoder.Decoder):
+    """GPT with RMSNorm before each block, SwiGLU, rotary positions and QK norm."""
+
+    Block = Block
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        self.norm_h = self.make_norm(cfg.d_model)
+
+    def make_norm(self, size: int) -> nn.Module:
+        return RMSNorm(size)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.W_e(tokens)  # h ← W_e x_in
+
+    def head(self, h: Tensor) -> Tensor:
+        h = self.norm_h(h)  # h ← rms(h) · γ_h
+        return self.W_h(h)  # logits ← W_h h
+
+    def init_matrices(self, generator: torch.Generator | None) -> None:
+        """Normal of 0.02; the two maps of each block that write to the residual stream divided by sqrt(2 L)."""
+        for name, weight in self.matrices().items():
+            writes = name.endswith(("W_p.weight", "W_d.weight"))
+            weight.normal_(std=0.02 / math.sqrt(2 * self.cfg.n_layers) if writes else 0.02, generator=generator)

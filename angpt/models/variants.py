@@ -1,0 +1,201 @@
+"""Every ablation of the paper by name, each written as its difference from the architecture that it varies."""
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from angpt.config import ModelConfig
+from angpt.errors import UserError, nearest
+from angpt.models import angpt, factors, gptplus, ngpt
+from angpt.models.angpt import AnGPT
+from angpt.models.constraints import Constraint
+from angpt.models.decoder import Decoder
+from angpt.models.gptplus import GPTPlus
+from angpt.models.ngpt import NGPT
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp
+
+D = TypeVar("D", bound=type[Decoder])
+
+ARCHITECTURES: dict[str, type[Decoder]] = {"gpt+": GPTPlus, "ngpt": NGPT, "angpt": AnGPT}
+"""The columns of Table 1; `@variant` adds the ablations."""
+
+
+def architecture(name: str) -> type[Decoder]:
+    """The model class of this name."""
+    if name not in ARCHITECTURES:
+        raise UserError(f"unknown architecture {name!r}: {nearest(name, ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
+    """A model on the CPU, initialised from the seed alone. Under `torch.device("meta")`, one without storage."""
+    model = architecture(cfg.architecture)(cfg)
+    if not model.W_h.weight.is_meta:
+        model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def variant(name: str) -> Callable[[D], D]:
+    def register(cls: D) -> D:
+        ARCHITECTURES[name] = cls
+        return cls
+
+    return register
+
+
+@variant("gpt+/no-qk-norm")
+class NoQKNorm(GPTPlus):
+    """Plain scaled dot products: no norm of q and k, 1/sqrt(d_h) in place of g."""
+
+    class Block(gptplus.Block):
+        def __init__(self, cfg: ModelConfig, layer: int) -> None:
+            super().__init__(cfg, layer)
+            del self.g
+
+        def attention(self, h: Tensor, ctx: Context) -> Tensor:
+            q, k, v = self.heads(self.W_qkv(self.norm_a(h)))
+            return self.W_p(self.attend(ctx.rotate(q) / math.sqrt(self.d_head), ctx.rotate(k), v, ctx))
+
+
+@variant("gpt+/ln-scaling")
+class LNScaling(GPTPlus):
+    """The norms of layer l scaled by 1/sqrt(l) (Sun et al., 2025)."""
+
+    class Block(gptplus.Block):
+        def make_norm(self, size: int) -> nn.Module:
+            return RMSNorm(size, factor=1 / math.sqrt(self.layer))
+
+
+class DynamicTanh(nn.Module):
+    """tanh(a · x) · γ in place of a norm (Zhu et al., 2025), a scalar, both learned."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.gamma = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.a * x) * self.gamma
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        self.a.fill_(1.0)
+        self.gamma.fill_(1.0)
+
+
+@variant("gpt+/dyt")
+class DyT(GPTPlus):
+    """Every norm but that of q and k replaced by DynamicTanh, and the embedding scaled by a learned scalar that starts
+    at sqrt(d_m), as its authors do for language models."""
+
+    class Block(gptplus.Block):
+        def make_norm(self, size: int) -> nn.Module:
+            return DynamicTanh(size)
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        start = math.sqrt(cfg.d_model)
+        self.embed_scale = LearnedScale(1, init=start, scale=start)
+
+    def make_norm(self, size: int) -> nn.Module:
+        return DynamicTanh(size)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens) * self.embed_scale()
+
+
+@variant("ngpt/lerp-factor")
+class NGPTLerpFactor(NGPT):
+    """The norm after each residual update replaced by ν(α)."""
+
+    class Block(ngpt.Block):
+        def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
+            return lerp(h, x, alpha.abs(), factors.nu_lerp(alpha.abs()))
+
+
+@variant("ngpt/bounded")
+class NGPTBounded(NGPTLerpFactor):
+    """Moreover the weights bounded by 1 rather than held at 1."""
+
+    def constraints(self) -> dict[str, Constraint]:
+        return {name: Constraint("bound", c.dim) for name, c in super().constraints().items()}
+
+
+def scaled_factors(const: float = 1.0, residual: float = 1.0) -> type[AnGPT]:
+    """anGPT with its constant factors and ν(α) multiplied by a number each."""
+
+    class Block(angpt.Block):
+        def constants(self, cfg: ModelConfig) -> factors.Factors:
+            return super().constants(cfg).times(const)
+
+        def nu_lerp(self, alpha: Tensor) -> Tensor | float:
+            return super().nu_lerp(alpha) * residual
+
+    doc = f"Constant factors × {const:g}, ν(α) × {residual:g}."
+    return type("ScaledFactors", (AnGPT,), {"Block": Block, "__doc__": doc})
+
+
+ARCHITECTURES |= {
+    "angpt/const-x0.5": scaled_factors(const=0.5),
+    "angpt/const-x2": scaled_factors(const=2.0),
+    "angpt/all-x0.5": scaled_factors(const=0.5, residual=0.5),
+    "angpt/all-x2": scaled_factors(const=2.0, residual=2.0),
+}
+
+
+class NoConstBlock(angpt.Block):
+    def constants(self, cfg: ModelConfig) -> factors.Factors:
+        return factors.NONE
+
+
+class NoResidualFactorBlock(angpt.Block):
+    def nu_lerp(self, alpha: Tensor) -> Tensor | float:
+        return 1.0
+
+
+@variant("angpt/no-const")
+class NoConst(AnGPT):
+    """Every constant factor 1; ν(α) stays."""
+
+    Block = NoConstBlock
+
+
+@variant("angpt/no-residual-factor")
+class NoResidualFactor(AnGPT):
+    """ν(α) = 1; the constants stay."""
+
+    Block = NoResidualFactorBlock
+
+
+@variant("angpt/no-factors")
+class NoFactors(AnGPT):
+    """No factor at all."""
+
+    class Block(NoConstBlock, NoResidualFactorBlock):
+        pass
+
+
+@variant("angpt/no-lerp")
+class NoLerp(AnGPT):
+    """The plain residual sum, h + x, without α."""
+
+    class Block(angpt.Block):
+        def __init__(self, cfg: ModelConfig, layer: int) -> None:
+            super().__init__(cfg, layer)
+            del self.alpha_a, self.alpha_m
+
+        def forward(self, h: Tensor, ctx: Context) -> Tensor:
+            h = h + self.attention(h, ctx)
+            return h + self.mlp(h)
+
+
+@variant("angpt/attention-factor")
+class AttentionFactor(AnGPT):
+    """Row r of the causal attention matrix multiplied by sqrt(r), which makes it a unit row if attention is dense."""
+
+    class Block(angpt.Block):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+            return super().attend(q, k, v, ctx) * (ctx.positions + 1).sqrt()[..., None].to(v.dtype)
