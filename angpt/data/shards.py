@@ -1,0 +1,310 @@
+"""Tokens on disk: what a prepared folder holds, and one way to read it and the `.bin` files of nanoGPT and llm.c.
+
+A prepared folder has `train-00000.bin`, …, `val-00000.bin`, … (raw little-endian ids), `tokenizer.json` and
+`index.json`, which is written last: a folder that has one is complete.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from angpt.config import from_dict
+from angpt.errors import UserError
+
+INDEX = "index.json"
+TOKENIZER = "tokenizer.json"
+FORMAT = 1
+
+SplitName = Literal["train", "val"]
+SPLITS: tuple[SplitName, ...] = ("train", "val")
+
+# llm.c and modded-nanogpt start their files with 256 int32: magic, version, number of tokens.
+LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER_BYTES = 20240520, 1, 1024
+
+# A mapping keeps its file open, so that a corpus of ten thousand shards must not map them all at once.
+MAPPED_SHARDS = 256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens, made from consecutive documents."""
+
+    file: str
+    tokens: int
+    documents: int
+    text_bytes: int
+    replaced: int
+    """Documents in which invalid UTF-8 was replaced."""
+    max_token: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The shards of a split and their sums."""
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    replaced: int
+    max_token: int
+    shards: tuple[Shard, ...]
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> Self:
+        return cls(
+            documents=sum(s.documents for s in shards),
+            tokens=sum(s.tokens for s in shards),
+            text_bytes=sum(s.text_bytes for s in shards),
+            replaced=sum(s.replaced for s in shards),
+            max_token=max(s.max_token for s in shards),
+            shards=tuple(shards),
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides which tokens a prepared folder holds: equal recipes give equal bytes."""
+
+    sources: tuple[str, ...]
+    source_digest: str
+    """Of the names and sizes of all files read; of the name for a data set of the hub."""
+    column: str
+    subset: str | None
+    hub_split: str | None
+    tokenizer: str
+    tokenizer_fingerprint: str
+    val_fraction: float
+    seed: int
+    shard_bytes: int
+    """A shard ends with the document that brings its text to this size."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `index.json` says."""
+
+    format: int
+    dtype: Literal["uint16", "uint32"]
+    eot: int
+    """Id of the end-of-text token, which follows each document."""
+    vocab_size: int
+    """The tokenizer's largest id plus one."""
+    recipe: Recipe
+    train: Split
+    val: Split
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        path = folder / INDEX
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values["format"] != FORMAT:
+                raise UserError(f"it has format {values['format']!r}, this version reads format {FORMAT}")
+            return from_dict(cls, values)
+        except (UserError, OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); prepare the data again") from error
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is there with all of `text`, or not at all, even if the machine stops in between."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+@dataclass(frozen=True)
+class BinFile:
+    """Where the tokens are in a file."""
+
+    path: Path
+    offset: int
+    tokens: int
+
+
+@lru_cache(maxsize=MAPPED_SHARDS)
+def _map(file: BinFile, dtype: str) -> NDArray[Any]:
+    # A plain array over the mapping: slicing an np.memmap costs several times as much.
+    return np.asarray(np.memmap(file.path, dtype, mode="r", offset=file.offset, shape=(file.tokens,)))
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """The tokens of one split, as one stream over memory-mapped files."""
+
+    path: Path
+    split: SplitName
+    files: tuple[BinFile, ...]
+    dtype: np.dtype[Any]
+    fingerprint: str
+    """Equal for equal data: of the checksums in the index, or of the size, head and tail of a raw file."""
+    index: Index | None = None
+    """None for raw files, which say nothing about their tokens."""
+
+    @classmethod
+    def open(cls, path: str | Path, split: SplitName) -> Self:
+        """A prepared folder, or a folder or file of nanoGPT (`train.bin`) or llm.c (`*_train_*.bin`)."""
+        path = Path(path)
+        if not path.exists():
+            raise UserError(f"{path}: no such file or folder; `angpt data prepare` makes one")
+        if (path / INDEX).exists():
+            return cls._open_prepared(path, split)
+        return cls._open_raw(path, split)
+
+    @classmethod
+    def _open_prepared(cls, folder: Path, split: SplitName) -> Self:
+        index = Index.read(folder)
+        dtype = np.dtype(index.dtype).newbyteorder("<")
+        shards = (index.train if split == "train" else index.val).shards
+        for shard in shards:
+            check_size(folder / shard.file, shard.tokens * dtype.itemsize)
+        identity = json.dumps([index.dtype, *(shard.sha256 for shard in shards)])
+        return cls(
+            path=folder,
+            split=split,
+            files=tuple(BinFile(folder / shard.file, 0, shard.tokens) for shard in shards),
+            dtype=dtype,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
+            index=index,
+        )
+
+    @classmethod
+    def _open_raw(cls, path: Path, split: SplitName) -> Self:
+        files = [_bin_file(file) for file in _raw_paths(path, split)]
+        digest = hashlib.sha256()
+        for file in files:
+            digest.update(_head_and_tail(file.path))
+        return cls(path=path, split=split, files=tuple(files), dtype=np.dtype("<u2"), fingerprint=digest.hexdigest())
+
+    @property
+    def eot(self) -> int | None:
+        """Id of the end-of-text token, where it is known."""
+        return None if self.index is None else self.index.eot
+
+    @property
+    def vocab_size(self) -> int | None:
+        return None if self.index is None else self.index.vocab_size
+
+    @property
+    def tokenizer_fingerprint(self) -> str | None:
+        return None if self.index is None else self.index.recipe.tokenizer_fingerprint
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Bytes of UTF-8 text that the tokens stand for."""
+        return None if self.index is None else self._counts(self.index).text_bytes
+
+    @cached_property
+    def max_token(self) -> int:
+        """The largest id in the data; a raw file is read once for it."""
+        if self.index is not None:
+            return self._counts(self.index).max_token
+        return max(int(self._shard(i).max()) for i in range(len(self.files)))
+
+    @cached_property
+    def tokens(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, start: int, length: int) -> NDArray[Any]:
+        """Tokens start … start + length − 1 of the stream."""
+        if not 0 <= start <= start + length <= self.tokens:
+            raise IndexError(f"tokens {start} to {start + length} of {self.tokens}")
+        parts = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        while length > 0:
+            local = start - int(self._starts[shard])
+            part = self._shard(shard)[local : local + length]
+            parts.append(part)
+            start, length, shard = start + len(part), length - len(part), shard + 1
+        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+
+    def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+        """Rows of `length` tokens from each of `starts`, as int64."""
+        out = np.empty((len(starts), length), np.int64)
+        shards = np.searchsorted(self._ends, starts, side="right")
+        inside = starts + length <= self._ends[shards]
+        for shard in np.unique(shards[inside]):
+            rows = np.flatnonzero(inside & (shards == shard))
+            windows = np.lib.stride_tricks.sliding_window_view(self._shard(shard), length)
+            out[rows] = windows[starts[rows] - self._starts[shard]]
+        for row in np.flatnonzero(~inside):  # few: these cross from one file into the next
+            out[row] = self.read(int(starts[row]), length)
+        return out
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum([file.tokens for file in self.files], dtype=np.int64)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
+
+    def _shard(self, number: int) -> NDArray[Any]:
+        return _map(self.files[number], self.dtype.str)
+
+    def _counts(self, index: Index) -> Split:
+        return index.train if self.split == "train" else index.val
+
+
+def check_size(path: Path, expected: int) -> None:
+    if not path.exists():
+        raise UserError(f"{path}: the shard is missing; bring it back or prepare the data again")
+    if (size := path.stat().st_size) != expected:
+        raise UserError(f"{path}: has {size:,} bytes where its index says {expected:,}; prepare the data again")
+
+
+def _raw_paths(path: Path, split: SplitName) -> list[Path]:
+    """The `.bin` files of a split: `train.bin`, or all of `*_train_*.bin` in the order of their names."""
+    if path.is_file():
+        other: SplitName = "val" if split == "train" else "train"
+        file = path.with_name(path.name.replace(other, split))
+        if not file.exists() or (split == "val" and split not in file.name):
+            raise UserError(f"{path}: there is no {split} file beside it; expected {split}.bin")
+        return [file]
+    plain = path / f"{split}.bin"
+    files = [plain] if plain.exists() else sorted(path.glob(f"*_{split}_*.bin"))
+    if not files:
+        raise UserError(
+            f"{path}: no tokens of the split {split!r}: neither {INDEX}, {split}.bin nor *_{split}_*.bin; "
+            "`angpt data prepare` makes such a folder (run it again if it was interrupted)"
+        )
+    return files
+
+
+def _bin_file(path: Path) -> BinFile:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = np.frombuffer(file.read(LLMC_HEADER_BYTES)[: 4 * (min(size, LLMC_HEADER_BYTES) // 4)], "<i4")
+    if len(header) == LLMC_HEADER_BYTES // 4 and header[0] == LLMC_MAGIC:
+        if header[1] != LLMC_VERSION:
+            raise UserError(f"{path}: llm.c format version {header[1]}; only version {LLMC_VERSION} can be read")
+        tokens = int(header[2])
+        check_size(path, LLMC_HEADER_BYTES + 2 * tokens)
+        return BinFile(path, LLMC_HEADER_BYTES, tokens)
+    if size == 0 or size % 2:
+        raise UserError(f"{path}: {size:,} bytes are no sequence of uint16 tokens; the file is empty or cut off")
+    return BinFile(path, 0, size // 2)
+
+
+def _head_and_tail(path: Path, length: int = 1 << 20) -> bytes:
+    """A cheap identity of a large file: its size, its first and its last MiB."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(length)
+        file.seek(max(0, size - length))
+        return size.to_bytes(8, "little") + head + file.read()
