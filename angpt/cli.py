@@ -75,6 +75,7 @@ def models(
         title=f"Parameters, and training GFLOPs per token at a context of {context:,}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for heading in ("size", "d_m", "layers", "heads", *architectures):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from angpt.errors import UserError
-from angpt.models.primitives import EPS
+
+# Below any length that fp32 squares can show, and with a finite reciprocal: it keeps zero vectors from becoming NaN.
+TINY = 1e-30
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,13 @@ class Constrained(Protocol):
 
 def norms(weight: Tensor, dim: int) -> Tensor:
     """Lengths of the vectors along `dim`, which is kept with size 1."""
-    return torch.sqrt(weight.square().sum(dim, keepdim=True) + EPS)
+    return torch.linalg.vector_norm(weight, dim=dim, keepdim=True)
 
 
 @torch.no_grad()
 def project_(weight: Tensor, constraint: Constraint) -> Tensor:
     """Bring one matrix to the nearest point that satisfies its constraint, in place. A zero vector stays zero."""
-    scale = norms(weight, constraint.dim).reciprocal()
+    scale = norms(weight, constraint.dim).clamp(min=TINY).reciprocal()
     if constraint.kind == "bound":
         scale = scale.clamp(max=1.0)
     return weight.mul_(scale)

@@ -64,7 +64,7 @@ def factor_rows(cfg: ModelConfig, draws: int, seed: int) -> list[Row]:
         linear("ν_d", "√(d_f/d_m)", "d", f, d),
         Row("ν_acf", "quoted", nu.acf, activation(f, "SiLU(z), z on the unit sphere", draws, rng), effects["acf"]),
         Row(
-            f"ν(α={ALPHA:g})",
+            "ν(α)",
             "1/√(α²+(1−α)²)",
             lerp_value,
             estimate(lerp_sample(d, ALPHA, INPUTS, rng), draws),
@@ -108,16 +108,18 @@ def function_effects() -> dict[str, float]:
 def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
     table = Table(
         title=f"Normalizing factors at d_m = {cfg.d_model:,}, d_h = {cfg.d_head}, d_f = {cfg.d_mlp:,}",
-        caption="error: of ν against E[1/‖·‖], as in the paper's appendix; spread: std/mean of ‖·‖.\n"
-        "matters: relative change of the logits of a float64 model when the factor is tripled.\n"
+        caption=f"error: of ν against E[1/‖·‖], as in the paper's appendix (α = {ALPHA:g}).\n"
+        "spread: std/mean of ‖·‖.\n"
+        "matters: relative change of the logits when the factor is tripled (float64).\n"
         "A factor that only a norm follows cannot change the function.",
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("factor", no_wrap=True)
     table.add_column("formula", no_wrap=True)
-    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error", "spread"):
+    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error %", "spread %"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("matters", no_wrap=True)
     for row in factor_rows(cfg, draws, seed):
@@ -128,22 +130,22 @@ def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
             f"{row.value:.4f}",
             f"{e.nu:.4f}",
             f"{e.mean_inverse:.4f}",
-            f"{row.error:.2%}",
-            f"{e.variation:.2%}",
-            f"{'yes' if row.matters else 'no'} ({row.effect:.0e})",
+            f"{100 * row.error:.2f}",
+            f"{100 * e.variation:.2f}",
+            f"{'yes' if row.matters else 'no'} {row.effect:.0e}",
         )
     rng = torch.Generator().manual_seed(seed)
     assumptions = Table(
-        title=f"ν_acf = {cfg.nu_acf:g} is quoted; what each assumption gives at d = d_f = {cfg.d_mlp:,}",
+        title=f"ν_acf = {cfg.nu_acf:g} is quoted; what assumptions give (d = d_f)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
     assumptions.add_column("assumption")
     assumptions.add_column("1/√E‖·‖²", justify="right")
-    assumptions.add_column("spread", justify="right")
+    assumptions.add_column("spread %", justify="right")
     for name in ACTIVATION_ASSUMPTIONS:
         e = activation(cfg.d_mlp, name, max(1, draws // 4), rng)
-        assumptions.add_row(name, f"{e.nu:.3f}", f"{e.variation:.2%}")
+        assumptions.add_row(name, f"{e.nu:.3f}", f"{100 * e.variation:.2f}")
     return [table, assumptions]
 
 

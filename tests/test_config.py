@@ -1,0 +1,44 @@
+import re
+
+import pytest
+
+from angpt.config import ModelConfig, from_dict
+from angpt.errors import UserError
+
+BAD = {
+    "n_heads = 3 does not divide model.d_model = 256": {"n_heads": 3},
+    "gives 3 rotary dimensions": {"d_model": 12, "n_heads": 2},
+    "gives 19.2 rotary dimensions": {"rotary_fraction": 0.3},
+    "rotary_fraction must be in [0, 1], not 1.5": {"rotary_fraction": 1.5},
+    "n_layers must be positive, not -1": {"n_layers": -1},
+    "d_model must be positive, not 0": {"d_model": 0},
+    "vocab_size must be positive, not -5": {"vocab_size": -5},
+    "d_ff must be positive, not -5": {"d_ff": -5},
+    "stored_scale must be positive and finite, not 0.0": {"stored_scale": 0.0},
+    "alpha_init must be positive and finite, not inf": {"alpha_init": float("inf")},
+    "unknown key 'n_layer': did you mean n_layers": {"n_layer": 3},
+    "unknown key 'zzz': known: alpha_init, architecture": {"zzz": 3},
+    "n_layers must be a whole number, not 2.5": {"n_layers": 2.5},
+    "n_layers must be a whole number, not True": {"n_layers": True},
+    "architecture must be a string, not 3": {"architecture": 3},
+    "g_init must be a number, not 'x'": {"g_init": "x"},
+}
+
+
+@pytest.mark.parametrize(("message", "values"), BAD.items())
+def test_bad_values_get_one_clear_line(message, values):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        from_dict(ModelConfig, values)
+    assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_are_numbers():
+    assert from_dict(ModelConfig, {"rotary_base": 500}).rotary_base == 500.0
+
+
+def test_sizes_by_name():
+    cfg = ModelConfig.size("0.5B", architecture="gpt+")
+    assert (cfg.d_model, cfg.n_layers, cfg.n_heads, cfg.d_mlp, cfg.d_head) == (1024, 24, 16, 4096, 64)
+    with pytest.raises(UserError, match=r"unknown model size '0\.6B': did you mean 0\.5B"):
+        ModelConfig.size("0.6B")
+    assert ModelConfig.size("32M", d_ff=512).d_mlp == 512
