@@ -128,6 +128,40 @@ def write_atomically(path: Path, text: str) -> None:
     part.replace(path)
 
 
+class ShardWriter:
+    """Writes one shard under a temporary name; `finish` gives it its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.part = path, path.with_name(path.name + ".part")
+        self.file = self.part.open("wb")
+        self.digest = hashlib.sha256()
+        self.tokens = self.documents = self.text_bytes = self.replaced = self.max_token = 0
+
+    def write(self, tokens: NDArray[Any], documents: int, text_bytes: int, replaced: int) -> None:
+        self.file.write(tokens.data)
+        self.digest.update(tokens.data)
+        self.tokens += len(tokens)
+        self.documents += documents
+        self.text_bytes += text_bytes
+        self.replaced += replaced
+        self.max_token = max(self.max_token, int(tokens.max(initial=0)))
+
+    def finish(self) -> Shard:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.part.replace(self.path)
+        return Shard(
+            file=self.path.name,
+            tokens=self.tokens,
+            documents=self.documents,
+            text_bytes=self.text_bytes,
+            replaced=self.replaced,
+            max_token=self.max_token,
+            sha256=self.digest.hexdigest(),
+        )
+
+
 @dataclass(frozen=True)
 class BinFile:
     """Where the tokens are in a file."""
