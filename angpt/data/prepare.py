@@ -77,7 +77,7 @@ def prepare(
         console.print(f"{out} is complete already")
         return index
     journal = Journal.begin(out, recipe)
-    write_atomically(out / TOKENIZER, vocabulary.to_str(pretty=True))
+    write_atomically(out / TOKENIZER, vocabulary.to_str())
     write_shards(documents, vocabulary, journal, out, shard_bytes, workers or available_cores(), console)
     index = Index(
         format=FORMAT,
@@ -177,7 +177,7 @@ def write_shards(
 
     def encode(chunk: Chunk) -> NDArray[Any]:
         encodings = tokenizer.encode_batch_fast(chunk.texts, add_special_tokens=False)
-        ids = (e.ids + [eot] if ends else e.ids for e, ends in zip(encodings, chunk.ends, strict=True))
+        ids = ([*e.ids, eot] if ends else e.ids for e, ends in zip(encodings, chunk.ends, strict=True))
         return np.concatenate([np.array(i, dtype) for i in ids])
 
     writers: dict[SplitName, ShardWriter] = {}
