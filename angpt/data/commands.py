@@ -22,9 +22,9 @@ def prepare(
     """Tokenize text into a folder to train from. A run that was interrupted goes on where it stopped.
 
     Args:
-        sources: stdlib (the standard library of this Python), hf:NAME (a data set of the Hugging Face hub, streamed), or
-            files and folders: .txt .md .py (a document per file), .jsonl .parquet (a document per row), also with .gz
-            .xz .zst. Files named train and val, or folders of these names, are the data set's own splits.
+        sources: stdlib (the standard library of this Python), hf:NAME (a data set of the Hugging Face hub, streamed),
+            or files and folders: .txt .md .py (a document per file), .jsonl .parquet (a document per row), also with
+            .gz .xz .zst. Files named train and val, or folders of these names, are the data set's own splits.
         out: Folder to write; data/ and the name of the source unless given.
         tokenizer: A tokenizer.json (or a folder with one), bytes, bpe:N (trained on the text), or a name on the hub.
             EleutherAI/gpt-neox-20b unless given; bpe:4096 for stdlib.
@@ -38,10 +38,10 @@ def prepare(
     """
     from rich.console import Console
 
-    from angpt.data import prepare as library
+    from angpt.data.prepare import prepare as prepare_folder
 
     folder = out or Path("data") / default_name(sources)
-    index = library.prepare(
+    index = prepare_folder(
         sources,
         folder,
         tokenizer=tokenizer,
@@ -79,7 +79,8 @@ def info(path: Annotated[Path, tyro.conf.Positional], verify: bool = True, top: 
 
 
 def default_name(sources: tuple[str, ...]) -> str:
-    """stdlib, a folder's name, a file's name without its suffixes, or the last part of a name on the hub."""
+    """stdlib, the name of a folder, of a file without its suffixes, or of a data set of the hub without its owner."""
     if len(sources) != 1:
-        raise UserError("several sources have no common name; choose a folder with --out")
-    return Path(sources[0].removeprefix("hf:")).resolve().name.split(".")[0]
+        raise UserError("name one source (stdlib, hf:NAME, a file, a folder), or several and the folder with --out")
+    path = Path(sources[0].removeprefix("hf:")).resolve()
+    return path.name.split(".")[0] if path.is_file() else path.name

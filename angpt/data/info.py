@@ -93,7 +93,7 @@ def _verify(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != expected:
-        raise UserError(f"{path}: its checksum is not the one in the index, so it is damaged; prepare the data again")
+        raise UserError(f"{path}: its checksum is wrong, so it is damaged; delete the folder and prepare it again")
 
 
 def _describe_split(data: TokenData, top: int) -> SplitInfo:

@@ -11,7 +11,13 @@ from angpt.config import from_dict
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
 
-JOURNAL = "journal.jsonl"
+# Not .jsonl: the folder may be inside of a source, where it would be read as text.
+JOURNAL = "journal.log"
+
+CHANGED = {
+    "source_digest": "the files of the source have changed since it was prepared",
+    "tokenizer_fingerprint": "the tokenizer is not the one that it was prepared with",
+}
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,8 @@ def check_recipe(folder: Path, there: Recipe, wanted: Recipe) -> None:
     for field in dataclasses.fields(Recipe):
         old, new = getattr(there, field.name), getattr(wanted, field.name)
         if old != new:
-            raise UserError(
-                f"{folder}: was prepared with {field.name} = {old!r}, not {new!r}; choose another --out or delete it"
-            )
+            what = CHANGED.get(field.name, f"was prepared with {field.name} = {old!r}, not {new!r}")
+            raise UserError(f"{folder}: {what}; choose another --out or delete it")
 
 
 def _complete_lines(path: Path) -> list[str]:

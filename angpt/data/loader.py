@@ -121,6 +121,9 @@ class Batch(NamedTuple):
         documents = None if self.documents is None else change(self.documents)
         return Batch(change(self.inputs), change(self.targets), documents)
 
+    def rows(self, start: int, stop: int) -> "Batch":
+        return self.map(lambda x: x[start:stop])
+
 
 def document_numbers(inputs: Tensor, eot: int) -> Tensor:
     """End-of-text tokens before each token: one belongs to the document that it ends."""

@@ -20,7 +20,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from angpt.data.journal import Journal, complete_index
-from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, write_atomically
+from angpt.data.shards import (
+    FORMAT,
+    SPLITS,
+    TOKENIZER,
+    Index,
+    Recipe,
+    ShardWriter,
+    Split,
+    SplitName,
+    check_size,
+    write_atomically,
+)
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
@@ -193,6 +204,8 @@ def write_shards(
         if chunk.ends_shard:
             finish(split)
 
+    for shard in (shard for split in SPLITS for shard in journal.shards[split]):
+        check_size(out / shard.file, shard.tokens * dtype.itemsize)
     finished = {split: sum(shard.documents for shard in journal.shards[split]) for split in SPLITS}
     try:
         with Meter(console) as meter:
@@ -201,6 +214,9 @@ def write_shards(
                 meter.add(chunk, len(tokens))
         for split in list(writers):
             finish(split)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on from here")
+        raise
     finally:
         for writer in writers.values():
             writer.file.close()

@@ -112,7 +112,7 @@ class Index:
                 raise UserError(f"it has format {values['format']!r}, this version reads format {FORMAT}")
             return from_dict(cls, values)
         except (UserError, OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); prepare the data again") from error
+            raise UserError(f"{path}: cannot be read ({error}); delete the folder and prepare it again") from error
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
@@ -297,9 +297,11 @@ class TokenData:
 
 def check_size(path: Path, expected: int) -> None:
     if not path.exists():
-        raise UserError(f"{path}: the shard is missing; bring it back or prepare the data again")
+        raise UserError(f"{path}: the shard is missing; bring it back, or delete the folder and prepare it again")
     if (size := path.stat().st_size) != expected:
-        raise UserError(f"{path}: has {size:,} bytes where its index says {expected:,}; prepare the data again")
+        raise UserError(
+            f"{path}: has {size:,} bytes and should have {expected:,}; delete the folder and prepare it again"
+        )
 
 
 def _raw_paths(path: Path, split: SplitName) -> list[Path]:

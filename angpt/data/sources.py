@@ -18,6 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
@@ -117,7 +118,7 @@ class HubSource:
         return hashlib.sha256(self.name.encode()).hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
-        for split, rows in self._splits():
+        for split, rows in self._splits:
             for number, row in enumerate(self._stream(rows)):
                 text, replaced = _text_of(row, self.column, f"hf:{self.name}, row {number}")
                 yield from _cut(text, replaced, split)
@@ -130,6 +131,7 @@ class HubSource:
                 f"hf:{self.name}: broke off ({_line(error)}); the same command goes on from here"
             ) from error
 
+    @cached_property
     def _splits(self) -> Sequence[tuple[SplitName | None, Iterable[dict[str, Any]]]]:
         datasets = _optional("datasets", f"hf:{self.name}")
         try:
