@@ -1,10 +1,16 @@
 """Configuration as typed, frozen dataclasses. Every field carries its own documentation, which `--help` shows."""
 
 import dataclasses
+import json
 import math
-from dataclasses import dataclass
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import tyro
 
 from angpt.errors import UserError, nearest
 
@@ -15,7 +21,7 @@ T = TypeVar("T")
 class ModelConfig:
     """A decoder-only language model: which architecture, how large, and the constants that the paper leaves open."""
 
-    architecture: str = "angpt"
+    architecture: Annotated[str, tyro.conf.arg(aliases=["--arch"])] = "angpt"
     """gpt+, ngpt, angpt, or a variant such as angpt/no-lerp."""
     d_model: int = 256
     """Width of the residual stream, d_m."""
@@ -103,6 +109,152 @@ SIZES: dict[str, tuple[int, int, int]] = {
 """d_model, n_layers, n_heads of the models of the paper."""
 
 
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    path: str = "data/stdlib"
+    """Folder made by `angpt data prepare`, or a folder or file of nanoGPT's or llm.c's .bin."""
+    mask_documents: bool = False
+    """Keep attention inside of each document; otherwise windows cross them, as in the paper."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam, with decoupled weight decay on matrices, and its schedule: warm-up, then a cosine."""
+
+    lr: float | None = None
+    """Peak learning rate; by the rule for the size (training/rules.toml) unless given."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-9
+    """Added to the root of the second moment."""
+    weight_decay: float | None = None
+    """Of matrices; 0.1 for GPT+ and none for nGPT and anGPT unless given."""
+    warmup: float | None = None
+    """Part of the steps with a rising rate; 0.1 for GPT+ and none for nGPT and anGPT unless given."""
+    final_lr: float = 0.01
+    """Where the cosine ends, as a part of the peak."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "clip"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"optimizer.{name} must be positive, not {value}")
+        for name in ("beta1", "beta2", "warmup", "final_lr", "weight_decay"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= 1, f"optimizer.{name} must be in [0, 1], not {value}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run. What is left open is decided at its start and written to the run's config.toml."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    tokens: str = "20x"
+    """Budget: a number such as 100M or 2e9, or a multiple of the parameter count such as 20x."""
+    batch_tokens: int | None = None
+    """Tokens per step over all devices; by the rule for the size (training/rules.toml) unless given."""
+    micro_batch: int | None = None
+    """Sequences per forward pass on one device; gradients of a step are summed over as many as it takes."""
+    seed: int = 0
+    """Of the start of the model and the order of the data."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16: matrix products in bf16, parameters in fp32. auto: bf16 on a GPU, fp32 on the CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """torch.compile. auto: on a GPU."""
+    eval_every: int | None = None
+    """Steps between evaluations; a twentieth of the run unless given. The last step is always evaluated."""
+    eval_tokens: int = 1_048_576
+    """Validation tokens per evaluation, the same ones each time (all, where there are fewer)."""
+    log_every: int = 10
+    """Steps between looks at the losses, when they are written and checked; the device runs free in between."""
+    layers_every: int | None = None
+    """Steps between records of each layer (input norm, α, row norms); a hundredth of the run unless given, 0: never."""
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; a tenth of the run unless given. One is always written at the end."""
+    keep_checkpoints: int = 2
+    """How many of the newest checkpoints stay."""
+    tensorboard: bool = False
+    """Also write TensorBoard events to the run folder."""
+    wandb: bool = False
+    """Also send metrics to Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "micro_batch", "eval_every", "eval_tokens", "log_every", "checkpoint_every"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} must be positive, not {value}")
+        _require(self.keep_checkpoints > 0, f"keep_checkpoints must be positive, not {self.keep_checkpoints}")
+        _require(self.layers_every is None or self.layers_every >= 0, "layers_every must not be negative")
+        _require(self.seed >= 0, f"seed must not be negative, not {self.seed}")
+        parse_budget(self.tokens, parameters=1)
+
+
+def parse_budget(text: str, parameters: int) -> int:
+    """A token budget in tokens: "100M", "2e9", "1_000_000", or "20x", twenty times the number of parameters."""
+    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)\s*([kKmMbBxX]?)", text.strip())
+    _require(match is not None, f"tokens = {text!r} is no budget; write a number (100M, 2e9) or a multiple (20x)")
+    assert match is not None
+    unit = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "x": parameters}[match[2].lower()]
+    budget = round(float(match[1]) * unit)
+    _require(budget > 0, f"tokens = {text!r} must be positive")
+    return budget
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "laptop": {
+        "model": {"d_model": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 4096, "context": 256},
+        "tokens": "1M",
+        "batch_tokens": 8192,
+        "eval_tokens": 65_536,
+    },
+    **{
+        name: {"model": {"d_model": d, "n_layers": layers, "n_heads": heads}}
+        for name, (d, layers, heads) in SIZES.items()
+    },
+}
+"""Named starting points of `angpt train`: minutes on two CPU cores, and the models of the paper."""
+
+
+def preset(name: str) -> TrainConfig:
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}: {nearest(name, PRESETS)}")
+    return from_dict(TrainConfig, PRESETS[name])
+
+
+def read_toml(cls: type[T], path: Path) -> T:
+    """A dataclass from a TOML file; errors name the file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as TOML ({error})") from error
+    try:
+        return from_dict(cls, values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def to_toml(config: Any) -> str:
+    """A dataclass as TOML: values first, then a table for each nested dataclass. What is None is left out."""
+    values: list[str] = []
+    tables: list[str] = []
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            tables.append(f"\n[{f.name}]\n{to_toml(value)}")
+        elif value is not None:
+            # JSON writes strings, numbers, booleans and lists of them as TOML does (but not inf and nan).
+            values.append(f"{f.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
+    return "".join(values + tables)
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
@@ -139,6 +291,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         elif origin is tuple:
             if isinstance(value, list | tuple):
                 return tuple(_convert(get_args(option)[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+        elif origin is dict:
+            if isinstance(value, dict):
+                return {key: _convert(get_args(option)[1], v, f"{path}.{key}") for key, v in value.items()}
         elif option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         elif isinstance(value, option) and isinstance(value, bool) == (option is bool):
@@ -151,8 +306,8 @@ def _describe(options: tuple[Any, ...]) -> str:
     for option in options:
         if get_origin(option) is Literal:
             words += [repr(v) for v in get_args(option)]
-        elif get_origin(option) is tuple:
-            words.append("a list")
+        elif get_origin(option) in (tuple, dict):
+            words.append({tuple: "a list", dict: "a table"}[get_origin(option)])
         elif option is not NoneType:
             words.append({int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[option])
     return " or ".join(words)

@@ -109,7 +109,7 @@ def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
     table = Table(
         title=f"Normalizing factors at d_m = {cfg.d_model:,}, d_h = {cfg.d_head}, d_f = {cfg.d_mlp:,}",
         caption=f"error: of ν against E[1/‖·‖], as in the paper's appendix (α = {ALPHA:g}).\n"
-        "spread: std/mean of ‖·‖.\n"
+        "spread: std/mean of ‖·‖. Both in %.\n"
         "matters: relative change of the logits when the factor is tripled (float64).\n"
         "A factor that only a norm follows cannot change the function.",
         title_justify="left",
@@ -119,7 +119,7 @@ def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
     )
     table.add_column("factor", no_wrap=True)
     table.add_column("formula", no_wrap=True)
-    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error %", "spread %"):
+    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error", "spread"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("matters", no_wrap=True)
     for row in factor_rows(cfg, draws, seed):

@@ -1,0 +1,1 @@
+"""Many runs together: comparisons, and what they say."""

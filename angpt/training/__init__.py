@@ -1,0 +1,1 @@
+"""One trainer for all architectures: from a configuration to a run folder, interruptible at any moment."""

@@ -1,0 +1,152 @@
+"""Checkpoints that are whole or not there: safetensors and JSON in a folder that gets its name when it is complete."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from angpt.config import from_dict
+from angpt.errors import UserError
+
+MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+PREFIX, PART = "step-", ".part-"
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands, beside its tensors. The position in the data is the step alone."""
+
+    step: int
+    """Steps done."""
+    architecture: str
+    metrics_bytes: int
+    """Length of metrics.jsonl at this point; what is behind it belongs to steps that will be done again."""
+    seconds: float
+    """Time spent training so far."""
+    val_loss: float | None
+    """Of the last evaluation."""
+    data_fingerprint: str
+    tokenizer_fingerprint: str | None
+    sha256: dict[str, str]
+    """Checksums of the tensor files."""
+
+
+def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: State, keep: int) -> Path:
+    """Write a checkpoint below `folder` and remove all but the newest `keep`."""
+    target = folder / f"{PREFIX}{state.step:09d}"
+    part = folder / f"{PART}{state.step:09d}"
+    _clear_parts(folder)
+    part.mkdir(parents=True)
+    try:
+        sums = {}
+        for name, tensors in ((MODEL, model), (OPTIMIZER, optimizer)):
+            save_file({k: t.detach().contiguous() for k, t in tensors.items()}, part / name)
+            sums[name] = _digest_and_sync(part / name)
+        text = json.dumps(asdict(state) | {"sha256": sums}, indent=1)
+        (part / STATE).write_text(text + "\n", encoding="utf-8")
+        _digest_and_sync(part / STATE)
+        _sync_folder(part)
+        if target.exists():  # a damaged one, which the run passed again
+            target.rename(folder / f"{PART}{state.step:09d}-old")
+        part.rename(target)
+        _sync_folder(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error).lower()
+        cause = "the disk is full" if full else str(error)
+        good = newest(folder)
+        raise UserError(
+            f"{target}: the checkpoint could not be written: {cause}. "
+            + (f"The last good one is {good.name}; " if good else "There is no earlier one; ")
+            + "make room and go on with --resume"
+        ) from error
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old)
+    _clear_parts(folder)
+    return target
+
+
+def found(folder: Path) -> list[Path]:
+    """The complete checkpoints below a folder, oldest first."""
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.is_dir())
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint whose files are what they were when it was written; damaged ones are named and skipped."""
+    for path in reversed(found(folder)):
+        try:
+            read_state(path)
+            return path
+        except UserError as error:
+            warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
+    return None
+
+
+def read_state(path: Path, verify: bool = True) -> State:
+    """The state of a checkpoint, its tensor files checked against their checksums."""
+    try:
+        values: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = from_dict(State, values)
+        for name, expected in state.sha256.items() if verify else ():
+            if _digest_and_sync(path / name, sync=False) != expected:
+                raise UserError(f"the checksum of {name} is wrong")
+    except (OSError, ValueError, TypeError, UserError) as error:
+        raise UserError(f"{path}: the checkpoint is damaged ({error})") from error
+    return state
+
+
+def load_model(path: Path) -> dict[str, Tensor]:
+    return load_file(path / MODEL)
+
+
+def load_optimizer(path: Path) -> dict[str, Tensor]:
+    return load_file(path / OPTIMIZER)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """The state of an optimizer as named tensors: `exp_avg/blocks.0.W_p.weight` and so on."""
+    return {f"{key}/{names[p]}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]
+) -> None:
+    """Put named tensors back into an optimizer, on the device of their parameters."""
+    parameters = {name: p for p, name in names.items()}
+    for full, value in tensors.items():
+        key, _, name = full.partition("/")
+        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
+
+
+def _digest_and_sync(path: Path, sync: bool = True) -> str:
+    """SHA-256 of a file, which is on the disk afterwards."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if sync:
+            os.fsync(file.fileno())
+    return digest
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _clear_parts(folder: Path) -> None:
+    """What an earlier process left unfinished."""
+    for path in folder.glob(f"{PART}*"):
+        shutil.rmtree(path)

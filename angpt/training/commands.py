@@ -1,0 +1,126 @@
+"""The command `angpt train`: which configuration to start from, then call the library and print."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from angpt.config import PRESETS, TrainConfig, preset, read_toml
+from angpt.errors import UserError
+
+EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
+DEFAULT_PRESET = "laptop"
+
+
+def starting_point(args: Sequence[str]) -> TrainConfig:
+    """What the other options of `angpt train` override: the configuration of a run, of a file, or of a preset."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("--resume", "--config", "--preset"):
+        parser.add_argument(name)
+    try:
+        chosen, _ = parser.parse_known_args(args)
+    except argparse.ArgumentError:  # a missing value: the real parser says so better
+        return preset(DEFAULT_PRESET)
+    given = [name for name, value in vars(chosen).items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"--{given[0]} and --{given[1]} both say what to start from; give one of them")
+    if chosen.resume is not None:
+        from angpt.training.run import Run
+
+        return Run.open(Path(chosen.resume)).config()
+    if chosen.config is not None:
+        return read_toml(TrainConfig, Path(chosen.config))
+    return preset(chosen.preset or DEFAULT_PRESET)
+
+
+def train_command(args: Sequence[str]) -> Callable[..., None]:
+    """The sub-command, whose defaults depend on the arguments that it will be called with."""
+    base = starting_point(args)
+
+    def train(
+        settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
+        preset: str | None = None,
+        config: Path | None = None,
+        resume: Path | None = None,
+        out: Path | None = None,
+    ) -> None:
+        """Train one model into a run folder. Ctrl-C finishes the step, saves, and exits with 3; --resume goes on.
+
+        Args:
+            settings: Every setting can be given here, in a --config file, or by a --preset, in this order.
+            preset: Start from laptop (the default; minutes on two CPU cores) or a size of the paper, 32M to 1B.
+            config: Start from a TOML file, such as the config.toml of another run, which repeats it.
+            resume: Go on with the run in this folder, exactly as if it had never stopped.
+            out: The new run folder; a name under runs/ that says what it is unless given.
+        """
+        if resume is not None:
+            run_resumed(resume, settings, base)
+        else:
+            folder = out or Path("runs") / default_name(settings, preset or ("" if config else DEFAULT_PRESET))
+            run_new(settings, folder)
+
+    return train
+
+
+def default_name(config: TrainConfig, base: str) -> str:
+    """angpt-laptop-s0, or angpt-d64-l2-s0 where the dimensions are not the preset's."""
+    m = config.model
+    if base not in PRESETS or PRESETS[base]["model"].items() - dataclasses.asdict(m).items():
+        base = f"d{m.d_model}-l{m.n_layers}"
+    return f"{m.architecture.replace('/', '-')}-{base}-s{config.seed}"
+
+
+def run_new(config: TrainConfig, folder: Path) -> None:
+    from angpt.training.trainer import start
+
+    _show(lambda reporter: start(config, folder, reporter), folder)
+
+
+def run_resumed(folder: Path, wanted: TrainConfig, stored: TrainConfig) -> None:
+    """Only as it was begun: another budget, say, means another schedule, and so another run."""
+    from angpt.training.trainer import resume
+
+    if wanted != stored:
+        changed = ", ".join(_differences(dataclasses.asdict(wanted), dataclasses.asdict(stored)))
+        why = "another budget has another schedule from the first step on" if wanted.tokens != stored.tokens else ""
+        raise UserError(
+            f"{folder}: a run is resumed as it was begun, but {changed} is changed"
+            + (f" ({why})" if why else "")
+            + f"; start a new run with --config {folder / 'config.toml'} and the change"
+        )
+    _show(lambda reporter: resume(folder, reporter), folder)
+
+
+def _show(call: Callable[[Any], Any], folder: Path) -> None:
+    from rich.console import Console
+
+    from angpt.training.reporter import reporter_for
+
+    console = Console()
+    s = call(reporter_for(console))
+    loss = "none" if s.val_loss is None else f"{s.val_loss:.4f}"
+    speed = "" if not s.tokens_per_s else f" at {s.tokens_per_s:,.0f} tokens/s"
+    line = {
+        "finished": f"finished: validation loss {loss} after {s.tokens:,} tokens{speed}",
+        "interrupted": f"interrupted after step {s.step:,} of {s.steps:,}; go on with: angpt train --resume {folder}",
+        "diverged": f"diverged at step {s.step:,} of {s.steps:,}: the loss or the gradient is not finite; "
+        f"last good checkpoint: {s.checkpoint or 'none'}",
+    }[s.status]
+    console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)
+    if s.status != "finished":
+        sys.exit(EXIT_INTERRUPTED if s.status == "interrupted" else EXIT_DIVERGED)
+
+
+def _differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the values that differ."""
+    found = []
+    for key, value in one.items():
+        if isinstance(value, dict):
+            found += _differences(value, two[key], f"{prefix}{key}.")
+        elif value != two[key]:
+            found.append(prefix + key)
+    return found

@@ -1,0 +1,37 @@
+"""What the device can do: the rate of a large matrix product, and the memory in use."""
+
+import resource
+import time
+from functools import cache
+
+import torch
+
+
+@cache
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product on this device, measured: the peak that MFU refers to."""
+    n = 8192 if device.type == "cuda" else 1024
+    rng = torch.Generator(device).manual_seed(0)  # the global one belongs to the run
+    a, b = (torch.randn(n, n, device=device, generator=rng).to(dtype) for _ in range(2))
+    best = float("inf")
+    for attempt in range(6):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            a @ b
+        synchronize(device)
+        if attempt:  # the first warms up
+            best = min(best, (time.perf_counter() - start) / 4)
+    return 2 * n**3 / best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory in use so far: allocated on a GPU, resident in the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,46 @@
+"""Scalars of each layer, recorded through training: input norms, learned scales, lengths of weight rows."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angpt.models.decoder import Decoder
+from angpt.models.primitives import LearnedScale, Linear, RMSNorm, wide
+
+
+@torch.no_grad()
+def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
+    """`input_norm`: mean length of the residual stream as it enters each layer, and after the last. For each learned
+    scale its mean, for each matrix the mean length of its rows, for each γ its length; a list over layers, or a number
+    for what the model has once."""
+    h, ctx = model.start(tokens)
+    lengths = [_mean_length(h)]
+    for block in model.blocks:
+        lengths.append(_mean_length(h := block(h, ctx)))
+    rows: dict[str, list[Tensor]] = {}
+    for block in model.blocks:
+        for name, part in block.named_children():
+            if (value := _scalar(part)) is not None:
+                rows.setdefault(name, []).append(value)
+    single = {name: value for name, part in model.named_children() if (value := _scalar(part)) is not None}
+    return {
+        "input_norm": torch.stack(lengths).tolist(),
+        **{name: torch.stack(values).tolist() for name, values in rows.items()},
+        **{name: value.item() for name, value in single.items()},
+    }
+
+
+def _mean_length(h: Tensor) -> Tensor:
+    return wide(h).norm(dim=-1).mean()
+
+
+def _scalar(part: torch.nn.Module) -> Tensor | None:
+    match part:
+        case LearnedScale():
+            return part().mean()
+        case RMSNorm():
+            return (part.gamma * part.factor).norm()
+        case Linear() | torch.nn.Embedding():
+            return part.weight.norm(dim=1).mean()
+    return None

@@ -1,0 +1,334 @@
+"""The training loop, the same for every architecture: what differs lies in the model and its configuration.
+
+The state of a run is its parameters, the optimizer's moments and the number of steps done. Everything else follows from
+these: a run that is killed and resumed repeats, bit by bit on the CPU, what an undisturbed one does.
+"""
+
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angpt.config import TrainConfig
+from angpt.data.loader import Batch, Loader, Prefetcher, document_numbers, validation_batches
+from angpt.data.shards import TokenData
+from angpt.errors import UserError
+from angpt.models.constraints import constrain
+from angpt.models.decoder import Decoder
+from angpt.models.variants import build
+from angpt.training import checkpoint
+from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
+from angpt.training.layers import layer_scalars
+from angpt.training.plan import Plan, make_plan
+from angpt.training.reporter import Reporter
+from angpt.training.run import MetricsWriter, Run, Status, Summary, environment
+from angpt.training.sinks import sinks_for
+
+LAYER_TOKENS = 4096
+"""Validation tokens over which the input norms of the layers are averaged."""
+
+
+class Diverged(Exception):
+    """A loss or gradient that is not finite."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step:,}: the loss or the gradient is not finite")
+        self.step = step
+
+
+def start(config: TrainConfig, out: Path, reporter: Reporter) -> Summary:
+    """Train a new run into the folder `out`."""
+    plan = make_plan(config)
+    train, val = open_data(plan)
+    run = Run.create(out, plan.config)
+    with run.lock():
+        return Trainer(plan, run, train, val, reporter).train()
+
+
+def resume(out: Path, reporter: Reporter) -> Summary:
+    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is."""
+    run = Run.open(out)
+    with run.lock():
+        summary = run.summary()
+        if summary is not None and summary.status != "interrupted":
+            return summary
+        plan = make_plan(run.config())
+        train, val = open_data(plan)
+        trainer = Trainer(plan, run, train, val, reporter)
+        if (path := checkpoint.newest(run.checkpoints)) is not None:
+            trainer.load(path)
+        return trainer.train()
+
+
+def open_data(plan: Plan) -> tuple[TokenData, TokenData]:
+    """Training and validation tokens, checked against the model's vocabulary."""
+    path, vocab = plan.config.data.path, plan.config.model.vocab_size
+    splits = TokenData.open(path, "train"), TokenData.open(path, "val")
+    for data in splits:
+        if data.max_token >= vocab:
+            raise UserError(
+                f"{path}: the {data.split} split has token {data.max_token}, but model.vocab_size is {vocab}; "
+                f"set it to {data.vocab_size or data.max_token + 1} or more"
+            )
+    return splits
+
+
+class Trainer:
+    def __init__(self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter) -> None:
+        self.plan, self.config, self.run, self.reporter = plan, plan.config, run, reporter
+        self.train_data, self.val_data = train, val
+        self.model: Decoder = build(self.config.model, self.config.seed).to(plan.device)
+        self.optimizer = make_optimizer(self.model, plan)
+        constrain(self.optimizer, self.model, self.model.constraints())
+        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.forward: Callable[..., Tensor] = torch.compile(self.model) if plan.compile else self.model
+        self.step = 0
+        self.seconds = self.compile_seconds = 0.0
+        self.metrics_bytes = 0
+        self.val_loss: float | None = None
+        self.pending: list[tuple[int, Tensor, Tensor]] = []
+
+    def load(self, path: Path) -> None:
+        """Take over the state of a checkpoint."""
+        state = checkpoint.read_state(path, verify=False)
+        expected = (self.config.model.architecture, self.train_data.fingerprint, self.train_data.tokenizer_fingerprint)
+        found = (state.architecture, state.data_fingerprint, state.tokenizer_fingerprint)
+        for what, ours, theirs in zip(("architecture", "data", "tokenizer"), expected, found, strict=True):
+            if ours != theirs:
+                raise UserError(f"{path}: the checkpoint belongs to another {what} ({theirs}; the run has {ours})")
+        try:
+            self.model.load_state_dict(checkpoint.load_model(path))
+        except RuntimeError as error:
+            raise UserError(f"{path}: the checkpoint does not fit the model of config.toml") from error
+        tensors = checkpoint.load_optimizer(path)
+        torch.set_rng_state(tensors.pop("rng"))
+        checkpoint.load_optimizer_tensors(self.optimizer, tensors, self.names)
+        self.step, self.seconds, self.metrics_bytes = state.step, state.seconds, state.metrics_bytes
+        self.val_loss = state.val_loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done."""
+        tensors = checkpoint.optimizer_tensors(self.optimizer, self.names)
+        state = checkpoint.State(
+            step=self.step,
+            architecture=self.config.model.architecture,
+            metrics_bytes=self.metrics.sync(),
+            seconds=self.seconds,
+            val_loss=self.val_loss,
+            data_fingerprint=self.train_data.fingerprint,
+            tokenizer_fingerprint=self.train_data.tokenizer_fingerprint,
+            sha256={},
+        )
+        tensors["rng"] = torch.get_rng_state()
+        keep = self.config.keep_checkpoints
+        checkpoint.save(self.run.checkpoints, self.model.state_dict(), tensors, state, keep)
+
+    def train(self) -> Summary:
+        """Run to the end, to an interrupt, or to divergence, and leave a summary of it."""
+        self.metrics = MetricsWriter(self.run.metrics, self.metrics_bytes)
+        self.sinks = sinks_for(self.config, self.run.path, dataclasses.asdict(self.config), self.step)
+        self.reporter.start(self.plan, self.step)
+        status: Status = "finished"
+        try:
+            with interrupts() as interrupted:
+                if not self.loop(interrupted):
+                    status = "interrupted"
+        except Diverged as error:
+            status, self.step = "diverged", error.step
+        except OSError as error:
+            raise UserError(f"{self.run.path}: {error}; go on with --resume when that is mended") from error
+        finally:
+            self.reporter.stop()
+            self.metrics.close()
+            for sink in self.sinks:
+                sink.close()
+        summary = self.summary(status)
+        self.run.write_summary(summary)
+        return summary
+
+    def loop(self, interrupted: Callable[[], bool]) -> bool:
+        """All steps that are left; False if interrupted before the last."""
+        plan, config = self.plan, self.config
+        loader = Loader(self.train_data, config.model.context, plan.sequences, config.seed)
+        self.peak = peak_flops(plan.device, plan.dtype)
+        self.layer_tokens = self.first_windows()
+        if self.step == 0:
+            self.record_layers()
+        with Prefetcher(loader, self.step, plan.device, documents=config.data.mask_documents) as batches:
+            self.compile_ahead(loader)
+            self.mark = time.perf_counter(), self.step
+            while self.step < plan.steps:
+                loss, norm = self.train_step(next(batches))
+                self.step += 1
+                self.pending.append((self.step, loss, norm))
+                last, stop = self.step == plan.steps, interrupted()
+                evaluate = last or self.step % plan.eval_every == 0
+                layers = plan.layers_every > 0 and (last or self.step % plan.layers_every == 0)
+                save = last or stop or self.step % plan.checkpoint_every == 0
+                if evaluate or layers or save or self.step % config.log_every == 0:
+                    self.flush()
+                if layers:
+                    self.record_layers()
+                if evaluate:
+                    self.evaluate()
+                if save:
+                    self.save()
+                if stop and not last:
+                    return False
+                if evaluate or layers or save:
+                    self.mark = time.perf_counter(), self.step  # not the steps' own time
+        return True
+
+    def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """One optimizer step over the whole batch; its mean loss and the norm of its gradient, still on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.lr(self.step)
+        loss = self.backward(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss, norm
+
+    def backward(self, batch: Batch) -> Tensor:
+        """The gradient of a batch, summed over micro-batches; its mean loss."""
+        total = torch.zeros((), device=self.plan.device)
+        for i in range(self.plan.micro_steps):
+            micro = batch.rows(i * self.plan.micro_batch, (i + 1) * self.plan.micro_batch)
+            with self.autocast():
+                loss = self.forward(*micro) / self.plan.micro_steps
+            torch.autograd.backward(loss)
+            total += loss.detach()
+        return total
+
+    def compile_ahead(self, loader: Loader) -> None:
+        """Compile on the first batch before the clock starts; its gradients are thrown away."""
+        if not self.plan.compile:
+            return
+        start = time.perf_counter()
+        with Prefetcher(loader, self.step, self.plan.device, documents=self.config.data.mask_documents) as batches:
+            self.backward(next(batches))
+        self.optimizer.zero_grad()
+        synchronize(self.plan.device)
+        self.compile_seconds = time.perf_counter() - start
+
+    def flush(self) -> None:
+        """Read the losses that are still on the device, write them down, and stop at one that is not finite."""
+        if not self.pending:
+            return
+        losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
+        norms = torch.stack([norm for _, _, norm in self.pending]).tolist()
+        now, (before, first) = time.perf_counter(), self.mark
+        self.seconds += now - before
+        tokens_per_s = (self.step - first) * self.plan.batch_tokens / (now - before)
+        self.mark = now, self.step
+        for (step, _, _), loss, norm in zip(self.pending, losses, norms, strict=True):
+            self.write(
+                "train",
+                step,
+                loss=loss,
+                lr=self.plan.lr(step - 1),
+                grad_norm=norm,
+                tokens_per_s=tokens_per_s,
+                mfu=tokens_per_s * self.plan.flops_per_token / self.peak,
+                seconds=self.seconds,
+            )
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                self.metrics.sync()
+                raise Diverged(step)
+        self.metrics.flush()
+        self.pending.clear()
+        self.reporter.train(self.step, losses[-1], tokens_per_s)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss over the first `eval_tokens` of the validation split."""
+        losses = []
+        for tokens in self.validation_windows():
+            inputs, targets = tokens[:, :-1], tokens[:, 1:]
+            documents = document_numbers(inputs, self.val_data.eot or 0) if self.config.data.mask_documents else None
+            with self.autocast():
+                losses.append(self.forward(inputs, targets, documents))
+        self.val_loss = torch.stack(losses).double().mean().item()
+        self.write("val", self.step, val_loss=self.val_loss, seconds=self.seconds)
+        self.metrics.flush()
+        self.reporter.validation(self.step, self.val_loss)
+
+    def validation_windows(self) -> Iterator[Tensor]:
+        """(micro_batch, context + 1) tokens each, so that the mean of the losses is the mean over tokens."""
+        context = self.config.model.context
+        available = (self.val_data.tokens - 1) // context
+        wanted = max(1, min(available, self.config.eval_tokens // context))
+        size = min(self.plan.micro_batch, wanted)
+        for tokens in validation_batches(self.val_data, context, size, wanted // size * size):
+            yield torch.from_numpy(tokens).to(self.plan.device)
+
+    def first_windows(self) -> Tensor:
+        context = self.config.model.context
+        windows = next(validation_batches(self.val_data, context, max(1, LAYER_TOKENS // context)))
+        return torch.from_numpy(windows[:, :-1]).to(self.plan.device)
+
+    def record_layers(self) -> None:
+        with self.autocast():
+            self.write("layers", self.step, **layer_scalars(self.model, self.layer_tokens))
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        record = {"kind": kind, "step": step, "tokens": step * self.plan.batch_tokens, **values}
+        self.metrics.write(record)
+        for sink in self.sinks:
+            sink.write(record)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.plan.device.type, torch.bfloat16, enabled=self.plan.dtype == torch.bfloat16)
+
+    def summary(self, status: Status) -> Summary:
+        good = checkpoint.newest(self.run.checkpoints)
+        return Summary(
+            status=status,
+            step=self.step,
+            steps=self.plan.steps,
+            tokens=self.step * self.plan.batch_tokens,
+            val_loss=self.val_loss,
+            seconds=self.seconds,
+            compile_seconds=self.compile_seconds,
+            tokens_per_s=self.step * self.plan.batch_tokens / self.seconds if self.seconds else None,
+            peak_memory_gib=peak_memory_gib(self.plan.device),
+            parameters=self.plan.parameters,
+            flops_per_token=self.plan.flops_per_token,
+            checkpoint=good.name if good else None,
+            environment=environment(self.plan.device),
+        )
+
+
+def make_optimizer(model: Decoder, plan: Plan) -> torch.optim.AdamW:
+    """Adam; matrices decay where the configuration says so. With no decay, AdamW is Adam."""
+    o = plan.config.optimizer
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.matrices().values()), "weight_decay": o.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come. The first lets the step finish; a second SIGINT stops at once."""
+    came = False
+
+    def note(number: int, frame: Any) -> None:
+        nonlocal came
+        came = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
