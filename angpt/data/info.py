@@ -98,7 +98,7 @@ def _verify(path: Path, expected: str) -> None:
 
 def _describe_split(data: TokenData, top: int) -> SplitInfo:
     counts = _histogram(data)
-    order = np.argsort(-counts, kind="stable")[:top]
+    order = np.argsort(-counts, kind="stable")[: min(top, np.count_nonzero(counts))]
     sample = data.read(0, min(SAMPLE_TOKENS, data.tokens)).tolist()
     tokenizer = None if data.index is None else load_tokenizer(data.path / TOKENIZER)
     names = [str(token) if tokenizer is None else repr(tokenizer.decode([token], False)) for token in order.tolist()]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -85,7 +86,7 @@ def prepare(
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
-        console.print(f"{out} is complete already")
+        console.print(f"{out} is complete already", soft_wrap=True)
         return index
     journal = Journal.begin(out, recipe)
     write_atomically(out / TOKENIZER, vocabulary.to_str())
@@ -184,45 +185,62 @@ def write_shards(
     console: Console,
 ) -> None:
     """All shards that the journal does not have yet."""
-    eot, dtype = end_of_text(tokenizer), np.dtype(dtype_name(tokenizer)).newbyteorder("<")
-
-    def encode(chunk: Chunk) -> NDArray[Any]:
-        encodings = tokenizer.encode_batch_fast(chunk.texts, add_special_tokens=False)
-        ids = ([*e.ids, eot] if ends else e.ids for e, ends in zip(encodings, chunk.ends, strict=True))
-        return np.concatenate([np.array(i, dtype) for i in ids])
-
-    writers: dict[SplitName, ShardWriter] = {}
-
-    def finish(split: SplitName) -> None:
-        journal.add(split, writers.pop(split).finish())
-
-    def write(chunk: Chunk, tokens: NDArray[Any]) -> None:
-        split = chunk.split
-        if split not in writers:
-            writers[split] = ShardWriter(out / f"{split}-{len(journal.shards[split]):05d}.bin")
-        writers[split].write(tokens, chunk.documents, chunk.text_bytes, chunk.replaced)
-        if chunk.ends_shard:
-            finish(split)
-
+    dtype = np.dtype(dtype_name(tokenizer)).newbyteorder("<")
     for shard in (shard for split in SPLITS for shard in journal.shards[split]):
         check_size(out / shard.file, shard.tokens * dtype.itemsize)
     finished = {split: sum(shard.documents for shard in journal.shards[split]) for split in SPLITS}
+    todo = chunks(documents, finished, shard_bytes)
     try:
-        with Meter(console) as meter:
-            for chunk, tokens in encoded(chunks(documents, finished, shard_bytes), encode, workers):
-                write(chunk, tokens)
+        with Output(out, journal) as output, Meter(console) as meter:
+            for chunk, tokens in encoded(todo, partial(encode, tokenizer, end_of_text(tokenizer), dtype), workers):
+                output.write(chunk, tokens)
                 meter.add(chunk, len(tokens))
-        for split in list(writers):
-            finish(split)
+            output.finish()
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from here")
         raise
-    finally:
-        for writer in writers.values():
-            writer.file.close()
     for split in SPLITS:
         if not journal.shards[split]:
             raise UserError(f"{out}: the source has no text for {split}; correct it, delete {out} and try again")
+
+
+class Output:
+    """The shards that are being written, one for each split."""
+
+    def __init__(self, folder: Path, journal: Journal) -> None:
+        self.folder, self.journal = folder, journal
+        self.writers: dict[SplitName, ShardWriter] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.writers.values():
+            writer.file.close()
+
+    def write(self, chunk: Chunk, tokens: NDArray[Any]) -> None:
+        split = chunk.split
+        if split not in self.writers:
+            number = len(self.journal.shards[split])
+            self.writers[split] = ShardWriter(self.folder / f"{split}-{number:05d}.bin")
+        self.writers[split].write(tokens, chunk.documents, chunk.text_bytes, chunk.replaced)
+        if chunk.ends_shard:
+            self._finish(split)
+
+    def finish(self) -> None:
+        for split in list(self.writers):
+            self._finish(split)
+
+    def _finish(self, split: SplitName) -> None:
+        self.journal.add(split, self.writers[split].finish())
+        del self.writers[split]
+
+
+def encode(tokenizer: Tokenizer, eot: int, dtype: np.dtype[Any], chunk: Chunk) -> NDArray[Any]:
+    """The tokens of a chunk, with an end-of-text after each document."""
+    encodings = tokenizer.encode_batch_fast(chunk.texts, add_special_tokens=False)
+    ids = ([*e.ids, eot] if ends else e.ids for e, ends in zip(encodings, chunk.ends, strict=True))
+    return np.concatenate([np.array(i, dtype) for i in ids])
 
 
 def encoded(
@@ -276,7 +294,7 @@ class Meter:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        self.console.print(str(self), highlight=False)
+        self.console.print(str(self), highlight=False, soft_wrap=True)
 
     def add(self, chunk: Chunk, tokens: int) -> None:
         self.documents += chunk.documents
@@ -285,7 +303,7 @@ class Meter:
         self.progress.update(self.task, description=str(self))
         if not self.console.is_terminal and time.monotonic() - self.printed > self.INTERVAL:
             self.printed = time.monotonic()
-            self.console.print(str(self), highlight=False)
+            self.console.print(str(self), highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
         rate = self.tokens / max(time.monotonic() - self.start, 1e-9)

@@ -247,7 +247,7 @@ def _parquet_rows(file: IO[bytes], path: Path, column: str) -> Iterator[tuple[st
             table = parquet.ParquetFile(file, pre_buffer=False)
             if column not in table.schema_arrow.names:
                 raise UserError(
-                    f"{path}: has no column {column!r}; --column {nearest(column, table.schema_arrow.names)}"
+                    f"{path}: has no column {column!r} (--column): {nearest(column, table.schema_arrow.names)}"
                 )
             number = 0
             for batch in table.iter_batches(batch_size=128, columns=[column]):
@@ -263,7 +263,7 @@ def _parquet_rows(file: IO[bytes], path: Path, column: str) -> Iterator[tuple[st
 def _text_of(row: Any, column: str, where: str) -> tuple[str, bool]:
     """The text of a row, and whether something in it is no Unicode and was replaced."""
     if not isinstance(row, dict) or column not in row:
-        names = f"; --column {nearest(column, row)}" if isinstance(row, dict) else ""
+        names = f" (--column): {nearest(column, row)}" if isinstance(row, dict) else ""
         raise UserError(f"{where}: has no column {column!r}{names}")
     text = row[column]
     if not isinstance(text, str):
