@@ -34,7 +34,7 @@ class Journal:
         lines = _complete_lines(path)
         journal = cls(path, {split: [] for split in SPLITS})
         if not lines:
-            if folder.exists() and any(file != path for file in folder.iterdir()):
+            if folder.is_file() or (folder.exists() and any(file != path for file in folder.iterdir())):
                 raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
             folder.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -148,7 +149,8 @@ class Prefetcher:
         documents: bool = False,
         depth: int = 3,
     ) -> None:
-        self.loader, self.device, self.rank, self.world = loader, torch.device(device), rank, world
+        self.loader, self.rank, self.world = loader, rank, world
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, which the thread must know
         self.eot = _end_of_text(loader.data) if documents else None
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
@@ -186,10 +188,13 @@ class Prefetcher:
         self.close()
 
     def _produce(self, step: int) -> None:
+        # Else pinning memory would open a context on the first device, in every rank.
+        on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            while not self._stop.is_set():
-                self._ready.put(self._prepare(step))
-                step += 1
+            with on_device:
+                while not self._stop.is_set():
+                    self._ready.put(self._prepare(step))
+                    step += 1
         except Exception as error:
             self._ready.put(error)
 

@@ -6,9 +6,9 @@ The bytes written depend on the recipe alone, not on the number of workers nor o
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -189,10 +189,11 @@ def write_shards(
     for shard in (shard for split in SPLITS for shard in journal.shards[split]):
         check_size(out / shard.file, shard.tokens * dtype.itemsize)
     finished = {split: sum(shard.documents for shard in journal.shards[split]) for split in SPLITS}
-    todo = chunks(documents, finished, shard_bytes)
+    task = partial(encode, tokenizer, end_of_text(tokenizer), dtype)
+    results = encoded(chunks(documents, finished, shard_bytes), task, workers)
     try:
-        with Output(out, journal) as output, Meter(console) as meter:
-            for chunk, tokens in encoded(todo, partial(encode, tokenizer, end_of_text(tokenizer), dtype), workers):
+        with Output(out, journal) as output, Meter(console) as meter, closing(results):
+            for chunk, tokens in results:
                 output.write(chunk, tokens)
                 meter.add(chunk, len(tokens))
             output.finish()
@@ -245,7 +246,7 @@ def encode(tokenizer: Tokenizer, eot: int, dtype: np.dtype[Any], chunk: Chunk) -
 
 def encoded(
     chunks: Iterator[Chunk], encode: Callable[[Chunk], NDArray[Any]], workers: int
-) -> Iterator[tuple[Chunk, NDArray[Any]]]:
+) -> Generator[tuple[Chunk, NDArray[Any]]]:
     """Each chunk and its tokens, in order, with at most twice as many chunks in memory as there are workers.
 
     Threads are enough: the tokenizer lets go of the interpreter while it works.
@@ -283,7 +284,7 @@ class Meter:
     def __init__(self, console: Console) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self.console = console
-        self.progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("reading")
         self.documents = self.text_bytes = self.tokens = 0
         self.start = self.printed = time.monotonic()

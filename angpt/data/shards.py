@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -171,12 +171,6 @@ class BinFile:
     tokens: int
 
 
-@lru_cache(maxsize=MAPPED_SHARDS)
-def _map(file: BinFile, dtype: str) -> NDArray[Any]:
-    # A plain array over the mapping: slicing an np.memmap costs several times as much.
-    return np.asarray(np.memmap(file.path, dtype, mode="r", offset=file.offset, shape=(file.tokens,)))
-
-
 @dataclass(frozen=True)
 class TokenData:
     """The tokens of one split, as one stream over memory-mapped files."""
@@ -288,8 +282,17 @@ class TokenData:
     def _starts(self) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
 
-    def _shard(self, number: int) -> NDArray[Any]:
-        return _map(self.files[number], self.dtype.str)
+    @cached_property
+    def _shard(self) -> Callable[[int], NDArray[Any]]:
+        """The tokens of a file by its number, mapped into memory when first asked for."""
+
+        @lru_cache(maxsize=MAPPED_SHARDS)
+        def mapped(number: int) -> NDArray[Any]:
+            file = self.files[number]
+            # A plain array over the mapping: slicing an np.memmap costs several times as much.
+            return np.asarray(np.memmap(file.path, self.dtype, mode="r", offset=file.offset, shape=(file.tokens,)))
+
+        return mapped
 
     def _counts(self, index: Index) -> Split:
         return index.train if self.split == "train" else index.val
@@ -310,7 +313,7 @@ def _raw_paths(path: Path, split: SplitName) -> list[Path]:
         other: SplitName = "val" if split == "train" else "train"
         file = path.with_name(path.name.replace(other, split))
         if not file.exists() or (split == "val" and split not in file.name):
-            raise UserError(f"{path}: there is no {split} file beside it; expected {split}.bin")
+            raise UserError(f"{path}: there is no {split} file beside it; give the folder that holds both splits")
         return [file]
     plain = path / f"{split}.bin"
     files = [plain] if plain.exists() else sorted(path.glob(f"*_{split}_*.bin"))

@@ -105,25 +105,33 @@ def test_invalid_utf8_is_replaced_and_marked(tmp_path):
     assert [piece.replaced for piece in pieces] == [True, True, True, False, True, False, False]
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "message"),
-    [
-        ("a.jsonl", b'{"text": "x"}\n{"text"', r"a.jsonl, line 2: not valid JSON"),
-        ("a.jsonl", b'{"txt": "x"}\n', r"a.jsonl, line 1: has no column 'text' \(--column\): did you mean txt\?"),
-        ("a.jsonl", b'["x"]\n', r"a.jsonl, line 1: has no column 'text'"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', r"a.jsonl, line 3: column 'text' holds int, not text"),
-        ("a.parquet", parquet(["x"], "content"), r"a.parquet: has no column 'text' \(--column\): did you mean content"),
-        ("a.parquet", parquet([1]), r"a.parquet: cannot be read as text"),
-        ("a.parquet", parquet(["x", None]), r"a.parquet, row 2: column 'text' is null"),
-        ("a.parquet", b"nonsense", r"a.parquet: cannot be read"),
-        ("a.txt.gz", gzip.compress(b"x" * 10000)[:-9], r"a.txt.gz: cannot be read"),
-        ("a.txt.gz", b"nonsense", r"a.txt.gz: cannot be read"),
-        ("a.txt.xz", lzma.compress(b"x" * 10000)[:-9], r"a.txt.xz: cannot be read"),
-        ("a.txt.xz", b"nonsense", r"a.txt.xz: cannot be read"),
-        ("a.txt.zst", COMPRESS[".zst"](b"x" * 10000)[:-3], r"a.txt.zst: cannot be read"),
-        ("a.txt.zst", b"nonsense", r"a.txt.zst: cannot be read"),
-    ],
-)
+BROKEN = {
+    "cut JSON": ("a.jsonl", b'{"text": "x"}\n{"text"', r"a.jsonl, line 2: not valid JSON"),
+    "other column": (
+        "a.jsonl",
+        b'{"txt": "x"}\n',
+        r"a.jsonl, line 1: has no column 'text' \(--column\): did you mean txt\?",
+    ),
+    "no object": ("a.jsonl", b'["x"]\n', r"a.jsonl, line 1: has no column 'text'"),
+    "no text": ("a.jsonl", b'{"text": "x"}\n\n{"text": 3}\n', r"a.jsonl, line 3: column 'text' holds int, not text"),
+    "parquet: other column": (
+        "a.parquet",
+        parquet(["x"], "content"),
+        r"a.parquet: has no column 'text' \(--column\): did you mean content",
+    ),
+    "parquet: numbers": ("a.parquet", parquet([1]), r"a.parquet: cannot be read as text"),
+    "parquet: null": ("a.parquet", parquet(["x", None]), r"a.parquet, row 2: column 'text' is null"),
+    "parquet: nonsense": ("a.parquet", b"nonsense", r"a.parquet: cannot be read"),
+    "gz: cut": ("a.txt.gz", gzip.compress(b"x" * 10000)[:-9], r"a.txt.gz: cannot be read"),
+    "gz: nonsense": ("a.txt.gz", b"nonsense", r"a.txt.gz: cannot be read"),
+    "xz: cut": ("a.txt.xz", lzma.compress(b"x" * 10000)[:-9], r"a.txt.xz: cannot be read"),
+    "xz: nonsense": ("a.txt.xz", b"nonsense", r"a.txt.xz: cannot be read"),
+    "zst: cut": ("a.txt.zst", COMPRESS[".zst"](b"x" * 10000)[:-3], r"a.txt.zst: cannot be read"),
+    "zst: nonsense": ("a.txt.zst", b"nonsense", r"a.txt.zst: cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("name", "raw", "message"), BROKEN.values(), ids=BROKEN)
 def test_broken_files_are_named(tmp_path, name, raw, message):
     path = tmp_path / name
     path.write_bytes(raw)
