@@ -1,0 +1,309 @@
+"""The figures of losses and costs: each a function of the study."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from angpt.report.chart import Absent, Chart, Row
+from angpt.report.records import Evaluation, RunRecords, Study
+from angpt.report.style import INK, Look, fold_legend, looks, panels, token_axis
+from angpt.report.text import interval, label, listed, overhead, quantity, speedup
+from angpt.studies.results import Cell, Cost, Interval, SpeedUp
+
+EARLY = 0.15
+"""Part of the largest budget whose losses may lie above the axis."""
+
+
+def loss_curves(study: Study) -> Chart | Absent:
+    """Validation loss against tokens and against time."""
+    title = "Validation loss through training"
+    runs = [run for run in study.runs if run.evaluations]
+    if not runs:
+        return Absent(title, "No run has been evaluated yet.")
+    style = looks(study.result.architectures)
+    largest = max(run.result.budget for run in runs)
+    means = {a: _mean_curve([run for run in study.of(a) if run.result.budget == largest]) for a in style}
+    seconds, unit = _time_unit(max(run.evaluations[-1].seconds for run in runs))
+    low, high = _loss_range(runs, largest)
+    abscissas: tuple[Callable[[Evaluation], float], ...] = (lambda e: e.tokens, lambda e: e.seconds / seconds)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2, narrow, columns=2, height=3.5, sharey=not narrow)
+        for ax, x in zip(axes, abscissas, strict=True):
+            for run in runs:
+                points = [(x(e), e.loss) for e in run.evaluations]
+                ax.plot(*zip(*points, strict=True), color=style[run.result.architecture].color, lw=0.8, alpha=0.45)
+            for architecture, curve in means.items():
+                look = style[architecture]
+                xs, ys = [x(e) for e in curve], [e.loss for e in curve]
+                every = max(1, len(curve) // 10)
+                ax.plot(xs, ys, look.marker + "-", color=look.color, lw=2.2, ms=5, markevery=every,
+                        label=label(architecture))  # fmt: skip
+            ax.set_ylim(low, high)
+            ax.set_xlim(left=0)
+            ax.set_ylabel("validation loss")
+            ax.label_outer()
+        token_axis(axes[0])
+        axes[0].set_title("Against tokens")
+        axes[1].set(xlabel=f"training time ({unit})", title="Against time")
+        axes[1].locator_params(axis="x", nbins=5)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    ends = [f"{label(a)} {c[-1].loss:.4f} after {quantity(c[-1].tokens)} tokens" for a, c in means.items() if c]
+    return Chart(
+        name="loss",
+        title=title,
+        caption="Loss on the validation split against the tokens seen and against the time spent in training steps. "
+        f"Thin lines: each run, of every budget and seed. Bold lines: the mean over seeds at {quantity(largest)} "
+        f"tokens. Losses above {high:.2f}, early in training, are cut off.",
+        alt=f"Two line charts of the validation loss. Mean at the last evaluation: {listed(ends) or 'none yet'}.",
+        columns=("run", "architecture", "seed", "budget", "tokens", "seconds", "val_loss"),
+        rows=tuple(
+            (r.result.name, r.result.architecture, r.result.seed, r.result.budget, e.tokens, e.seconds, e.loss)
+            for r in runs
+            for e in r.evaluations
+        ),
+        draw=draw,
+    )
+
+
+def _mean_curve(runs: list[RunRecords]) -> list[Evaluation]:
+    """The mean over runs, wherever all that have not diverged were evaluated."""
+    curves = [
+        {e.tokens: e for e in run.evaluations} for run in runs if run.evaluations and run.result.status != "diverged"
+    ]
+    if not curves:
+        return []
+    mean = []
+    for tokens in sorted(set.intersection(*(set(curve) for curve in curves))):
+        points = [curve[tokens] for curve in curves]
+        seconds, loss = sum(p.seconds for p in points) / len(points), sum(p.loss for p in points) / len(points)
+        mean.append(Evaluation(tokens, seconds, loss))
+    return mean
+
+
+def _loss_range(runs: list[RunRecords], largest: int) -> tuple[float, float]:
+    """Losses worth seeing: where every run ends, and what the longest do after their steep start."""
+    steady = [run for run in runs if run.result.status != "diverged"] or runs
+    late = [e.loss for run in steady for e in run.evaluations if e.tokens >= EARLY * largest]
+    high = max(late + [run.evaluations[-1].loss for run in steady])
+    low = min(e.loss for run in steady for e in run.evaluations)
+    margin = 0.05 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def _time_unit(longest: float) -> tuple[float, str]:
+    for seconds, unit in ((3600.0, "hours"), (60.0, "minutes")):
+        if longest >= 2 * seconds:
+            return seconds, unit
+    return 1.0, "seconds"
+
+
+def budgets(study: Study) -> Chart | Absent:
+    """Final loss and speed-up against the budget; by architecture, where there is one budget."""
+    title = "Final loss and speed-up by token budget"
+    cells = [cell for cell in study.result.cells if cell.val_loss is not None]
+    if not cells:
+        return Absent(title, "No run has finished yet.")
+    baseline = label(study.result.baseline)
+    style = looks(study.result.architectures)
+    place = _Places(tuple(sorted({cell.budget for cell in cells})), tuple(style))
+    kinds: list[Literal["tokens", "seconds"]] = []
+    if any(cell.speedup_tokens for cell in cells):
+        kinds.append("tokens")
+    if any(cell.speedup_seconds for cell in cells):
+        kinds.append("seconds")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(1 + len(kinds), narrow, height=3.2)
+        for architecture, look in style.items():
+            mine = [cell for cell in cells if cell.architecture == architecture]
+            _draw_losses(axes[0], mine, place, look)
+            for ax, kind in zip(axes[1:], kinds, strict=True):
+                _draw_speedups(ax, mine, kind, place, look)
+        axes[0].set(ylabel="validation loss", title="Final loss")
+        for ax, kind in zip(axes[1:], kinds, strict=True):
+            ax.axhline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
+            ax.set(ylabel=f"speed-up over {baseline}", title=f"Speed-up in {'tokens' if kind == 'tokens' else 'time'}")
+            ax.margins(y=0.22)
+        for ax in axes:
+            place.dress(ax)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    intervals = any(cell.val_loss is not None and cell.val_loss.low is not None for cell in cells)
+    caption = "Validation loss at the end of training" + (", over seeds" if len(study.result.seeds) > 1 else "") + ". "
+    if kinds:
+        caption += f"The speed-up is what {baseline} needs for the same loss, divided by what was used; 1, the dashed "
+        caption += "line, is as fast. An open marker with an arrow is a bound: the true value lies in its direction. "
+    else:
+        caption += f"There is no speed-up to show: {baseline} has not finished at two budgets. "
+    caption += "Bars: 95 % confidence intervals." if intervals else "No intervals: there is one seed."
+    return Chart(
+        name="budgets",
+        title=title,
+        caption=caption,
+        alt="Final loss and speed-up. " + "; ".join(_describe(cell) for cell in cells) + ".",
+        columns=("architecture", "budget", "seeds", "val_loss", "low", "high", "diverged",
+                 "speedup_tokens", "relation", "low", "high", "speedup_seconds", "relation", "low", "high"),
+        rows=tuple(_budget_row(cell) for cell in cells),
+        draw=draw,
+    )  # fmt: skip
+
+
+class _Places:
+    """Where a cell stands on the x axis: at its budget, or at its architecture if there is one budget only."""
+
+    def __init__(self, budgets: tuple[int, ...], architectures: tuple[str, ...]) -> None:
+        self.budgets, self.architectures = budgets, architectures
+
+    def x(self, cell: Cell) -> float:
+        number = self.architectures.index(cell.architecture)
+        if len(self.budgets) == 1:
+            return number
+        aside = number - (len(self.architectures) - 1) / 2  # so that intervals do not lie on each other
+        return cell.budget * 2 ** (0.06 * aside)
+
+    def dress(self, ax: Axes) -> None:
+        if len(self.budgets) == 1:
+            ax.set_xticks(range(len(self.architectures)), [label(a) for a in self.architectures])
+            ax.set_xlim(-0.6, len(self.architectures) - 0.4)
+            if len(self.architectures) > 4:
+                ax.tick_params(axis="x", rotation=60)
+            ax.grid(visible=False, axis="x")
+            return
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(FixedLocator(self.budgets))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+        ax.set_xlim(self.budgets[0] / 1.3, self.budgets[-1] * 1.3)
+        ax.set_xlabel("token budget")
+
+
+def _draw_losses(ax: Axes, cells: list[Cell], place: _Places, look: Look) -> None:
+    for cell in cells:
+        assert cell.val_loss is not None
+        _bar(ax, place.x(cell), cell.val_loss.low, cell.val_loss.high, look)
+    points = [(place.x(cell), cell.val_loss.mean) for cell in cells if cell.val_loss is not None]
+    if points:
+        x, y = zip(*points, strict=True)
+        ax.plot(x, y, look.marker + "-", color=look.color, lw=1.6, ms=6, label=label(cells[0].architecture))
+
+
+def _draw_speedups(ax: Axes, cells: list[Cell], kind: Literal["tokens", "seconds"], place: _Places, look: Look) -> None:
+    found = [(place.x(c), s) for c in cells if (s := c.speedup_tokens if kind == "tokens" else c.speedup_seconds)]
+    ax.plot([x for x, _ in found], [s.value for _, s in found], color=look.color, lw=1.6)
+    for x, s in found:
+        _bar(ax, x, s.low, s.high, look)
+        known = s.relation == "="
+        ax.plot(x, s.value, look.marker, color=look.color, ms=6, mew=1.5, mfc=look.color if known else "none")
+        if not known:
+            arrow = {"arrowstyle": "<|-", "color": look.color, "lw": 1.4, "shrinkA": 0, "shrinkB": 4}
+            end = (0, 22 if s.relation == ">" else -22)
+            ax.annotate("", (x, s.value), end, textcoords="offset points", arrowprops=arrow)
+
+
+def _bar(ax: Axes, x: float, low: float | None, high: float | None, look: Look) -> None:
+    if low is not None and high is not None:
+        ax.errorbar([x], [(low + high) / 2], yerr=(high - low) / 2, color=look.color, lw=1.4, capsize=3.5, fmt="none")
+
+
+def _describe(cell: Cell) -> str:
+    assert cell.val_loss is not None
+    text = f"{label(cell.architecture)} at {quantity(cell.budget)} tokens: loss {interval(cell.val_loss, 4)}"
+    if cell.speedup_tokens is not None:
+        text += f", {speedup(cell.speedup_tokens)} in tokens"
+    return text
+
+
+def _budget_row(cell: Cell) -> Row:
+    loss = cell.val_loss
+    assert loss is not None
+    row: Row = (cell.architecture, cell.budget, loss.n, loss.mean, loss.low, loss.high, cell.diverged)
+    return row + _speedup_row(cell.speedup_tokens) + _speedup_row(cell.speedup_seconds)
+
+
+def _speedup_row(s: SpeedUp | None) -> Row:
+    return (None,) * 4 if s is None else (s.value, s.relation, s.low, s.high)
+
+
+def costs(study: Study) -> Chart | Absent:
+    """Step time and memory."""
+    title = "What a training step costs"
+    found = study.result.costs
+    if not found:
+        return Absent(title, "No run has trained long enough to tell.")
+    style = looks(study.result.architectures)
+    baseline = next((cost for cost in found if cost.architecture == study.result.baseline), None)
+    memory = [cost for cost in found if cost.memory_gib is not None]
+
+    def draw(narrow: bool) -> Figure:
+        count = 2 if memory else 1
+        figure, axes = panels(count, narrow, columns=2, height=0.9 + 0.42 * len(found))
+        _bars(axes[0], found, style, [cost.step_ms for cost in found], [_time_text(cost) for cost in found])
+        axes[0].set(xlabel="milliseconds per step", title="Time")
+        if memory:
+            values = [Interval(cost.memory_gib or 0.0, None, None, 1) for cost in memory]
+            _bars(axes[1], memory, style, values, [_memory_text(cost, baseline) for cost in memory])
+            axes[1].set(xlabel="GiB", title="Memory")
+        return figure
+
+    name = label(study.result.baseline)
+    return Chart(
+        name="costs",
+        title=title,
+        caption=f"Mean time of a training step over all runs, and the overhead relative to {name}"
+        + (", each with its 95 % confidence interval. " if any(c.step_ms.low is not None for c in found) else ". ")
+        + ("Memory: the most that a run held on its device (on a CPU, the whole process)." if memory else ""),
+        alt="Bar chart. "
+        + "; ".join(f"{label(cost.architecture)}: {_time_text(cost)}, {_memory_text(cost, baseline)}" for cost in found)
+        + ".",
+        columns=("architecture", "parameters", "step_ms", "low", "high", "overhead", "low", "high", "memory_gib"),
+        rows=tuple(_cost_row(cost) for cost in found),
+        draw=draw,
+    )
+
+
+def _bars(
+    ax: Axes, costs: tuple[Cost, ...] | list[Cost], style: dict[str, Look], values: list[Interval], texts: list[str]
+) -> None:
+    longest = max(value.mean if value.high is None else value.high for value in values)
+    for y, (cost, value, text) in enumerate(zip(costs, values, texts, strict=True)):
+        ax.barh(y, value.mean, height=0.55, color=style[cost.architecture].color, alpha=0.85)
+        end = value.mean
+        if value.low is not None and value.high is not None:
+            half = (value.high - value.low) / 2
+            ax.errorbar([value.mean], [y], xerr=half, color=INK, lw=1.2, capsize=3, fmt="none")
+            end = value.high
+        ax.text(end + 0.02 * longest, y, text, va="center", fontsize=8.5)
+    ax.set_yticks(range(len(costs)), [label(cost.architecture) for cost in costs])
+    ax.set_ylim(len(costs) - 0.5, -0.5)
+    ax.set_xlim(0, 1.75 * longest)  # room for the texts
+    ax.tick_params(axis="y", length=0)
+    ax.grid(visible=False, axis="y")
+    ax.locator_params(axis="x", nbins=5)
+
+
+def _time_text(cost: Cost) -> str:
+    text = f"{cost.step_ms.mean:.1f} ms"
+    return text if cost.overhead is None else f"{text}, {overhead(cost.overhead)}"
+
+
+def _memory_text(cost: Cost, baseline: Cost | None) -> str:
+    if cost.memory_gib is None:
+        return "memory unknown"
+    text = f"{cost.memory_gib:.2f} GiB"
+    if baseline is None or not baseline.memory_gib or cost is baseline:
+        return text
+    more = Interval(cost.memory_gib / baseline.memory_gib - 1, None, None, 1)
+    return f"{text}, {overhead(more)}"
+
+
+def _cost_row(cost: Cost) -> Row:
+    step, more = cost.step_ms, cost.overhead
+    extra: Row = (None,) * 3 if more is None else (more.mean, more.low, more.high)
+    return cost.architecture, cost.parameters, step.mean, step.low, step.high, *extra, cost.memory_gib

@@ -1,0 +1,201 @@
+"""The figures of what happens inside: input norms, α and row norms of the layers through training."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from angpt.report.chart import Absent, Chart, Row
+from angpt.report.records import RunRecords, Study
+from angpt.report.style import DEPTH, GROUPS, fold_legend, panels, plain_log_axis, token_axis
+from angpt.report.text import label, quantity
+
+Values = NDArray[np.float64]
+
+ALPHAS = {"alpha_a": "α of attention", "alpha_m": "α of MLP"}
+NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet)."
+
+
+def input_norms(study: Study) -> Chart | Absent:
+    """The length of the residual stream as it enters each layer."""
+    title = "Input norm of each layer"
+    runs = _runs(study, ["input_norm"])
+    if not runs:
+        return Absent(title, NOTHING)
+    series = {run.result.architecture: _series(run, "input_norm") for run in runs}
+    depth = max(values.shape[1] for _, values in series.values())
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(series), narrow, sharey=True)
+        for ax, (architecture, (tokens, values)) in zip(axes, series.items(), strict=True):
+            _layer_lines(ax, tokens, values, depth)
+            ax.set(title=label(architecture), ylabel="mean length of h")
+        plain_log_axis(axes[0])
+        for ax in axes:
+            _label_outer(ax, narrow)
+        _depth_bar(figure, axes, depth, narrow, last="out")
+        return figure
+
+    ends = [
+        f"{label(a)}: from {values[-1, 0]:.3g} into the first layer to {values[-1, -1]:.3g} after the last"
+        for a, (_, values) in series.items()
+    ]
+    return Chart(
+        name="input-norms",
+        title=title,
+        caption="Mean length of the residual stream h as it enters each layer, and after the last (“out”), on a "
+        f"logarithmic axis that the panels share. {_which(runs)}",
+        alt=f"Line charts, one per architecture, at the end of training: {'; '.join(ends)}.",
+        columns=("architecture", "run", "tokens", "layer", "input_norm"),
+        rows=_layer_rows(runs, ["input_norm"]),
+        draw=draw,
+    )
+
+
+def alphas(study: Study) -> Chart | Absent:
+    """The interpolation weights of the architectures that have them."""
+    title = "Interpolation weight α of each layer"
+    runs = _runs(study, list(ALPHAS))
+    if not runs:
+        recorded = any(run.layers for run in study.runs)
+        return Absent(title, "No architecture here has an α." if recorded else NOTHING)
+    series = [(run, name, _series(run, name)) for run in runs for name in ALPHAS if name in run.layers[-1]]
+    depth = max(values.shape[1] for _, _, (_, values) in series)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(series), narrow, columns=4 if len(series) == 4 else 2, height=2.6, sharey=True)
+        for ax, (run, name, (tokens, values)) in zip(axes, series, strict=True):
+            _layer_lines(ax, tokens, values, depth)
+            ax.set(title=f"{label(run.result.architecture)}, {ALPHAS[name]}", ylabel="mean of α")
+            _label_outer(ax, narrow)
+        _depth_bar(figure, axes, depth, narrow)
+        return figure
+
+    ends = [
+        f"{label(run.result.architecture)}, {ALPHAS[name]}: {values[-1].min():.3g} to {values[-1].max():.3g}"
+        for run, name, (_, values) in series
+    ]
+    return Chart(
+        name="alphas",
+        title=title,
+        caption="How far each residual update moves from the stream h towards the output of attention or MLP: "
+        f"the mean over dimensions of the learned α. {_which(runs)}",
+        alt=f"Line charts. Range over layers at the end of training: {'; '.join(ends)}.",
+        columns=("architecture", "run", "tokens", "layer", *ALPHAS),
+        rows=_layer_rows(runs, list(ALPHAS)),
+        draw=draw,
+    )
+
+
+def row_norms(study: Study) -> Chart | Absent:
+    """The lengths of the rows of each group of matrices."""
+    title = "Row norms of the parameter groups"
+    runs = _runs(study, list(GROUPS))
+    if not runs:
+        return Absent(title, NOTHING)
+    series = {
+        run.result.architecture: {name: _series(run, name) for name in GROUPS if name in run.layers[-1]} for run in runs
+    }
+    extremes = [v for groups in series.values() for _, values in groups.values() for v in (values.min(), values.max())]
+    logarithmic = min(extremes) > 0 and max(extremes) / min(extremes) > 8
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(series), narrow, sharey=True)
+        for ax, (architecture, groups) in zip(axes, series.items(), strict=True):
+            for name, (tokens, values) in groups.items():
+                ax.plot(tokens, values.mean(axis=1), color=GROUPS[name], lw=1.6, label=name)
+                if values.shape[1] > 1:
+                    low, high = values.min(axis=1), values.max(axis=1)
+                    ax.fill_between(tokens, low, high, color=GROUPS[name], alpha=0.18, lw=0)
+            ax.set(title=label(architecture), ylabel="mean length of the rows")
+        if logarithmic:
+            plain_log_axis(axes[0])
+        for ax in axes:
+            _label_outer(ax, narrow)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    ends = [
+        f"{label(a)}: " + ", ".join(f"{name} {values[-1].mean():.3g}" for name, (_, values) in groups.items())
+        for a, groups in series.items()
+    ]
+    return Chart(
+        name="row-norms",
+        title=title,
+        caption="Mean length of the rows of the weight matrices: embedding W_e, attention W_qkv and W_p, MLP W_uz and "
+        f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which(runs)}",
+        alt=f"Line charts, one per architecture. Means over layers at the end of training: {'; '.join(ends)}.",
+        columns=("architecture", "run", "tokens", "layer", *GROUPS),
+        rows=_layer_rows(runs, list(GROUPS)),
+        draw=draw,
+    )
+
+
+def _runs(study: Study, names: Sequence[str]) -> list[RunRecords]:
+    """The run that stands for each architecture, of those that recorded one of these values."""
+    found = [study.representative(a) for a in study.result.architectures]
+    return [run for run in found if run is not None and run.layers and any(name in run.layers[-1] for name in names)]
+
+
+def _which(runs: Sequence[RunRecords]) -> str:
+    budgets = sorted({run.result.budget for run in runs})
+    seeds = sorted({run.result.seed for run in runs})
+    return (
+        f"One run per architecture: {' and '.join(quantity(b) for b in budgets)} tokens, "
+        f"seed {' and '.join(str(s) for s in seeds)}."
+    )
+
+
+def _series(run: RunRecords, name: str) -> tuple[Values, Values]:
+    """Tokens (T,) and values (T, layers); null, which stands for what is not finite, becomes NaN."""
+    records = [record for record in run.layers if name in record]
+    tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
+    return tokens, np.array([np.atleast_1d(record[name]) for record in records], dtype=np.float64)
+
+
+def _layer_rows(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[Row, ...]:
+    """One row per record and layer; what a model has once is in the row without a layer."""
+    rows: list[Row] = []
+    for run in runs:
+        for record in run.layers:
+            lists = [record[name] for name in names if isinstance(record.get(name), list)]
+            head = (run.result.architecture, run.result.name, record["tokens"])
+            for layer in range(max(map(len, lists), default=0)):
+                values = (record[n][layer] if isinstance(record.get(n), list) else None for n in names)
+                rows.append((*head, layer + 1, *values))
+            once = [None if isinstance(record.get(n), list) else record.get(n) for n in names]
+            if any(value is not None for value in once):
+                rows.append((*head, None, *once))
+    return tuple(rows)
+
+
+def _layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
+    for layer in range(values.shape[1]):
+        ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
+
+
+def _label_outer(ax: Axes, narrow: bool) -> None:
+    token_axis(ax)
+    ax.set_xlim(left=0)
+    if not narrow:
+        ax.label_outer()
+
+
+def _depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
+    """Which colour is which layer."""
+    colors = ListedColormap([DEPTH(i / max(1, depth - 1)) for i in range(depth)])
+    mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
+    ticks = sorted({1, depth, *range(1, depth + 1, -(-depth // 8))})
+    ticks = [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
+    options: dict[str, Any] = {"location": "bottom", "fraction": 0.04} if narrow else {"pad": 0.01, "fraction": 0.03}
+    bar = figure.colorbar(mappable, ax=axes, ticks=ticks, label="layer", **options)
+    bar.set_ticklabels([last if last and tick == depth else str(tick) for tick in ticks])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(length=0)
+    bar.outline.set_visible(False)
+    bar.solids.set_edgecolor("face")  # type: ignore[union-attr]

@@ -1,0 +1,101 @@
+"""What the trained models write: the same beginnings of validation documents, continued by each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from angpt.data.shards import TOKENIZER, TokenData
+from angpt.data.tokenizers import load_tokenizer
+from angpt.errors import UserError
+from angpt.inference.generate import generate, load_model
+from angpt.report.records import Study
+from angpt.report.text import label
+
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
+TEMPERATURE, TOP_K, SEED = 0.8, 50, 0
+SEARCHED = 1 << 20
+"""Validation tokens among which the first documents are looked for."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    architecture: str
+    text: str
+    ended: bool
+    """The model ended the document here."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, and what each model makes of it."""
+
+    prompt: str
+    continuations: tuple[Continuation, ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    samples: tuple[Sample, ...]
+    note: str
+    """Why there is nothing, or not from every model."""
+
+
+def make_samples(study: Study) -> Samples:
+    """Continue the first validation documents with the run that stands for each architecture."""
+    runs = [run for a in study.result.architectures if (run := study.representative(a)) is not None]
+    if not runs:
+        return Samples((), "No run has started yet.")
+    folder = Path(runs[0].config.data.path)
+    if not (folder / TOKENIZER).exists():
+        return Samples((), f"There is no tokenizer to write text with: {folder / TOKENIZER} does not exist.")
+    try:
+        tokenizer = load_tokenizer(folder)
+        data = TokenData.open(folder, "val")
+        prompts = first_documents(data)
+    except UserError as error:
+        return Samples((), f"The data cannot be read: {error}.")
+    if not len(prompts):
+        return Samples((), f"No validation document in {folder} has {PROMPT_TOKENS} tokens.")
+    columns, notes = [], []
+    for run in runs:
+        try:
+            model = load_model(run.path)
+        except UserError:
+            notes.append(f"{label(run.result.architecture)} has no good checkpoint yet.")
+            continue
+        generator = torch.Generator().manual_seed(SEED)
+        tokens = generate(model, prompts, NEW_TOKENS, temperature=TEMPERATURE, top_k=TOP_K, generator=generator)
+        made = [_until_end(row, data.eot) for row in tokens[:, prompts.shape[1] :].tolist()]
+        columns.append(
+            [
+                Continuation(run.result.architecture, tokenizer.decode(row, skip_special_tokens=False), ended)
+                for row, ended in made
+            ]
+        )
+    texts = [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts.tolist()]
+    rows = zip(*columns, strict=True) if columns else ()
+    return Samples(tuple(Sample(text, row) for text, row in zip(texts, rows, strict=False)), " ".join(notes))
+
+
+def first_documents(data: TokenData) -> Tensor:
+    """The first tokens of the first documents, (prompts, PROMPT_TOKENS); of a stream without known documents, of parts
+    of equal length."""
+    tokens = data.read(0, min(data.tokens, SEARCHED)).astype(np.int64)
+    if data.eot is None:
+        starts = np.arange(PROMPTS) * (len(tokens) // PROMPTS)
+        ends = starts + len(tokens) // PROMPTS
+    else:
+        ends = np.flatnonzero(tokens == data.eot)
+        starts = np.concatenate([[0], ends[:-1] + 1])
+    long_enough = [int(start) for start, end in zip(starts, ends, strict=False) if end - start >= PROMPT_TOKENS]
+    rows = [tokens[start : start + PROMPT_TOKENS] for start in long_enough[:PROMPTS]]
+    return torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, PROMPT_TOKENS))
+
+
+def _until_end(tokens: list[int], eot: int | None) -> tuple[list[int], bool]:
+    if eot is None or eot not in tokens:
+        return tokens, False
+    return tokens[: tokens.index(eot)], True

@@ -1,0 +1,123 @@
+"""One look for every figure: a colour and a marker per architecture, and how panels are laid out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from angpt.report.text import quantity
+
+INK = "#16181d"
+"""Text and axes; in the page it becomes the colour of the page's text."""
+
+# All of these have a contrast of at least 3 on white and on the page's dark background.
+KNOWN = {"gpt+": "#a838e0", "ngpt": "#b58a16", "angpt": "#159a40"}
+FURTHER = ("#2176c7", "#d55e00", "#d4508a", "#009090", "#8c6d5a", "#6b7fd7", "#c0392b", "#7a8a00")
+MARKERS = "os^DvPX<>*"
+GROUPS = {
+    "W_e": "#2176c7", "W_qkv": "#d55e00", "W_p": "#009090", "W_uz": "#d4508a", "W_d": "#7a8a00", "W_h": "#8c6d5a"
+}  # fmt: skip
+DEPTH = LinearSegmentedColormap.from_list("depth", ["#3b6fd4", "#9b5fc0", "#d0588c", "#d9741f"])
+"""From the first layer to the last, of even contrast on white and on dark."""
+
+RC: dict[str, Any] = {
+    "axes.edgecolor": INK,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.7,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.axisbelow": True,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.alpha": 0.14,
+    "grid.color": INK,
+    "grid.linewidth": 0.7,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "lines.solid_capstyle": "round",
+    "savefig.dpi": 200,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "angpt",
+    "text.color": INK,
+    "xtick.color": INK,
+    "xtick.labelsize": 8.5,
+    "ytick.color": INK,
+    "ytick.labelsize": 8.5,
+}
+
+WIDE, NARROW = 9.6, 3.75
+"""Widths in inches: the page's column on a desk, and a phone."""
+
+
+@dataclass(frozen=True)
+class Look:
+    color: str
+    marker: str
+
+
+def looks(architectures: Iterable[str]) -> dict[str, Look]:
+    """A look for each architecture, the same in every figure. The columns of Table 1 keep theirs in every study."""
+    found = {}
+    others = 0
+    for architecture in architectures:
+        if architecture in KNOWN:
+            number = list(KNOWN).index(architecture)
+            found[architecture] = Look(KNOWN[architecture], MARKERS[number])
+        else:
+            marker = MARKERS[(len(KNOWN) + others) % len(MARKERS)]
+            found[architecture] = Look(FURTHER[others % len(FURTHER)], marker)
+            others += 1
+    return found
+
+
+def styled() -> Any:
+    """The context in which figures are made and written: nothing of a user's own matplotlib settings."""
+    return matplotlib.style.context(RC, after_reset=True)
+
+
+def panels(
+    count: int, narrow: bool, columns: int = 3, height: float = 2.9, **options: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels, row by row, at most `columns` in a row; one below the other if narrow."""
+    columns = 1 if narrow else min(columns, count)
+    rows = -(-count // columns)
+    width = NARROW if narrow else WIDE
+    figure = Figure(figsize=(width, rows * min(height, 0.75 * width)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, **options).flatten().tolist()
+    for unused in axes[count:]:
+        unused.remove()
+    return figure, axes[:count]
+
+
+def token_axis(axes: Axes) -> None:
+    axes.set_xlabel("tokens")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+    axes.locator_params(axis="x", nbins=5)
+
+
+def plain_log_axis(axes: Axes) -> None:
+    """A logarithmic y axis labelled with plain numbers."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    low, high = axes.get_ylim()
+    # Less than a decade holds one power of ten at most: then the ticks in between are labelled, too.
+    minor = FuncFormatter(lambda value, _: f"{value:g}") if high / low < 10 else NullFormatter()
+    axes.yaxis.set_minor_formatter(minor)
+
+
+def fold_legend(figure: Figure, axes: Axes, narrow: bool) -> None:
+    """One legend for all panels, above them."""
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, names, loc="outside upper left", ncols=3 if narrow else 6, handlelength=2.2)

@@ -1,0 +1,62 @@
+"""Numbers as people read them. Every number of the page is written here, so that equal values look equal."""
+
+from collections.abc import Sequence
+
+from angpt.studies.results import Interval, SpeedUp
+
+LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
+
+
+def label(architecture: str) -> str:
+    """How an architecture is written in text: `angpt/no-lerp` is anGPT no-lerp."""
+    family, _, variant = architecture.partition("/")
+    return f"{LABELS.get(family, family)} {variant}".strip()
+
+
+def quantity(number: float) -> str:
+    """A count with three digits and a unit: 400k, 1.5M, 2B."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def interval(value: Interval, digits: int) -> str:
+    """Mean and half the width of the interval; the mean alone where there is none."""
+    mean = f"{value.mean:.{digits}f}"
+    if value.low is None or value.high is None:
+        return mean
+    return f"{mean} ± {(value.high - value.low) / 2:.{digits}f}"
+
+
+def speedup(value: SpeedUp) -> str:
+    """1.42× [1.31, 1.55]; where only a bound is known, > 1.80×."""
+    bound = "" if value.relation == "=" else f"{value.relation} "
+    text = f"{bound}{value.value:.2f}×"
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} [{value.low:.2f}, {value.high:.2f}]"
+
+
+def overhead(value: Interval) -> str:
+    """A part of the baseline's step time in per cent: +3.1 % ± 0.4 %."""
+    text = f"{100 * value.mean:+.1f} %".replace("-", "−")
+    if value.low is None or value.high is None:
+        return text
+    return f"{text} ± {50 * (value.high - value.low):.1f} %"
+
+
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
