@@ -84,6 +84,7 @@ class Trainer:
     def __init__(self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter) -> None:
         self.plan, self.config, self.run, self.reporter = plan, plan.config, run, reporter
         self.train_data, self.val_data = train, val
+        torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
         self.model: Decoder = build(self.config.model, self.config.seed).to(plan.device)
         self.optimizer = make_optimizer(self.model, plan)
         constrain(self.optimizer, self.model, self.model.constraints())

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from angpt.config import TrainConfig, from_dict
+
+VOCAB = 61
+
+
+def small(data, architecture="angpt", **overrides):
+    """A run of seconds: 12 steps of 256 tokens, a checkpoint every other step."""
+    values = {
+        "model": {
+            "architecture": architecture,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 2,
+            "vocab_size": VOCAB,
+            "context": 32,
+        },
+        "data": {"path": str(data)},
+        "optimizer": {"lr": 1e-2},
+        "tokens": "3072",
+        "batch_tokens": 256,
+        "micro_batch": 4,
+        "eval_tokens": 512,
+        "eval_every": 5,
+        "log_every": 3,
+        "layers_every": 4,
+        "checkpoint_every": 2,
+        "device": "cpu",
+    }
+    for key, value in overrides.items():
+        table, _, name = key.rpartition("__")
+        (values[table] if table else values)[name] = value
+    return from_dict(TrainConfig, values)
+
+
+def write_tokens(folder):
+    """Raw tokens that can be learned: each follows from the one before it, now and then not."""
+    rng = np.random.Generator(np.random.PCG64(0))
+    stream = [1]
+    for jump in rng.integers(0, VOCAB * 12, size=6000):
+        stream.append(int(jump) if jump < VOCAB else (7 * stream[-1] + 3) % VOCAB)
+    tokens = np.array(stream, dtype="<u2")
+    tokens[:5000].tofile(folder / "train.bin")
+    tokens[5000:].tofile(folder / "val.bin")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+class Silent:
+    def start(self, plan, step):
+        pass
+
+    def train(self, step, loss, tokens_per_s):
+        pass
+
+    def validation(self, step, loss):
+        pass
+
+    def stop(self):
+        pass
+
+
+TIMING = {"tokens_per_s", "mfu", "seconds"}
+
+
+def without_timing(run):
+    """The records of a run, as written, less what a clock measured."""
+    return [{k: v for k, v in record.items() if k not in TIMING} for record in run.records()]
+
+
+def parameters(run):
+    """The bytes of the last checkpoint's tensors."""
+    last = sorted(run.checkpoints.iterdir())[-1]
+    return {p.name: p.read_bytes() for p in last.glob("*.safetensors")}

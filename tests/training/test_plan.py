@@ -1,0 +1,114 @@
+import math
+import re
+
+import pytest
+import torch
+
+from angpt.config import TrainConfig, parse_budget, preset, read_toml, to_toml
+from angpt.errors import UserError
+from angpt.models.variants import ARCHITECTURES
+from angpt.training.plan import Rule, make_plan, rule_for
+from tests.training.conftest import small
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("100M", 100_000_000),
+        ("2e9", 2_000_000_000),
+        ("1_000", 1000),
+        ("20x", 640),
+        ("0.5X", 16),
+        ("1.5k", 1500),
+        ("3B", 3 * 10**9),
+    ],
+)
+def test_budgets(text, tokens):
+    assert parse_budget(text, parameters=32) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "x", "-5M", "ten", "0", "5 Mio", "nan"])
+def test_wrong_budgets(text):
+    with pytest.raises(UserError, match="tokens = "):
+        parse_budget(text, parameters=32)
+
+
+def test_learning_rate_is_warm_up_then_cosine():
+    plan = make_plan(small("x", "gpt+", tokens="25600", optimizer__lr=2.0, optimizer__warmup=0.1))
+    assert (plan.steps, plan.warmup_steps) == (100, 10)
+    for step in range(100):
+        if step < 10:
+            expected = 2.0 * (step + 1) / 10
+        else:
+            expected = 2.0 * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - 10) / 89)))
+        assert plan.lr(step) == pytest.approx(expected, rel=1e-12)
+    assert plan.lr(9) == plan.lr(10) == 2.0
+    assert plan.lr(99) == pytest.approx(0.02)
+
+
+def test_defaults_of_the_architectures():
+    """Warm-up and weight decay for GPT+ alone; variants like their base."""
+    for name in ARCHITECTURES:
+        o = make_plan(small("x", name)).config.optimizer
+        assert (o.warmup, o.weight_decay) == ((0.1, 0.1) if name.startswith("gpt+") else (0.0, 0.0)), name
+        assert (o.beta1, o.beta2, o.eps, o.final_lr, o.clip) == (0.9, 0.95, 1e-9, 0.01, 1.0)
+
+
+def test_rules_are_power_laws_anchored_at_32m():
+    rule = Rule(lr=8e-3, lr_exponent=-0.5, batch_tokens=2**17, batch_exponent=0.5, weight_decay=0, warmup=0)
+    assert rule.lr_at(32_000_000) == 8e-3
+    assert rule.lr_at(128_000_000) == 4e-3
+    assert rule.batch_at(32_000_000, 2048) == 2**17
+    assert rule.batch_at(128_000_000, 2048) == 2**18
+    assert rule_for("angpt/no-lerp") == rule_for("angpt")
+
+
+def test_a_written_plan_gives_the_same_plan_again(tmp_path):
+    for cfg in (small("x"), preset("laptop"), preset("125M"), TrainConfig()):
+        plan = make_plan(cfg)
+        (tmp_path / "c.toml").write_text(to_toml(plan.config))
+        again = make_plan(read_toml(TrainConfig, tmp_path / "c.toml"))
+        assert again == plan
+
+
+def test_micro_batches_divide_the_batch():
+    plan = make_plan(small("x", micro_batch=None))
+    assert plan.sequences == 8
+    assert plan.micro_steps * plan.micro_batch == 8
+    assert make_plan(small("x", micro_batch=2)).micro_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"micro_batch": 3}, "micro_batch = 3 does not divide the 8 sequences"),
+        ({"batch_tokens": 100}, "batch_tokens = 100 is no multiple of model.context = 32"),
+        ({"device": "gpu"}, "device = 'gpu'"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"optimizer__lr": -1.0}, "optimizer.lr must be positive, not -1.0"),
+        ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1], not 1.5"),
+        ({"optimizer__betas": 1.5}, "unknown key 'optimizer.betas': did you mean beta"),
+        ({"precision": "fp8"}, "precision must be 'auto' or 'fp32' or 'bf16', not 'fp8'"),
+        ({"log_every": 0}, "log_every must be positive, not 0"),
+        ({"model__architecture": "angtp"}, "did you mean angpt"),
+    ],
+)
+def test_mistakes_get_one_clear_line(overrides, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_plan(small("x", **overrides))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said():
+    with pytest.raises(UserError, match="no GPU"):
+        make_plan(small("x", device="cuda"))
+
+
+def test_toml_that_cannot_be_read(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("tokens = [")
+    with pytest.raises(UserError, match=re.escape(f"{path}: cannot be read as TOML")):
+        read_toml(TrainConfig, path)
+    path.write_text("[modle]\n")
+    with pytest.raises(UserError, match=re.escape(f"{path}: unknown key 'modle': did you mean model")):
+        read_toml(TrainConfig, path)

@@ -1,0 +1,381 @@
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from angpt.cli import main
+from angpt.config import to_toml
+from angpt.errors import UserError
+from angpt.models.constraints import largest_violation
+from angpt.models.variants import build
+from angpt.training import checkpoint
+from angpt.training.plan import make_plan
+from angpt.training.run import Run
+from angpt.training.trainer import Trainer, interrupts, make_optimizer, open_data, resume, start
+from tests.training.conftest import Silent, parameters, small, without_timing
+
+ROOT = Path(__file__).parents[2]
+
+
+# The same number of threads as here: the order of a sum depends on it.
+CHILD = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}, "text": True}
+
+
+def command(*args):
+    """angpt in a process of its own."""
+    return [sys.executable, "-m", "angpt", *map(str, args)]
+
+
+def train_command(config, out, folder):
+    path = folder / f"{out.name}.toml"
+    path.write_text(to_toml(config))
+    return command("train", "--config", path, "--out", out)
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_a_run_learns_and_leaves_its_folder(data, tmp_path, architecture):
+    config = small(data, architecture, tokens="30720", checkpoint_every=50)
+    summary = start(config, tmp_path / "run", Silent())
+    run = Run.open(tmp_path / "run")
+    assert summary.status == "finished"
+    assert run.summary() == summary
+    assert (summary.step, summary.steps, summary.tokens) == (120, 120, 30720)
+    records = list(run.records())
+    train = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in train] == list(range(1, 121))
+    assert [r["tokens"] for r in train] == [256 * s for s in range(1, 121)]
+    assert [r["step"] for r in records if r["kind"] == "val"] == [*range(5, 121, 5)]
+    assert [r["step"] for r in records if r["kind"] == "layers"] == [0, *range(4, 121, 4)]
+    assert train[-1]["loss"] < train[0]["loss"] - 0.5
+    assert summary.val_loss == [r for r in records if r["kind"] == "val"][-1]["val_loss"]
+    plan = make_plan(config)
+    assert [r["lr"] for r in train] == [plan.lr(s) for s in range(120)]
+    model = build(config.model)
+    model.load_state_dict(checkpoint.load_model(checkpoint.newest(run.checkpoints)))
+    assert largest_violation(model, model.constraints()) < 1e-6
+    layers = [r for r in records if r["kind"] == "layers"][-1]
+    assert len(layers["input_norm"]) == 3
+    assert all(len(layers[name]) == 2 for name in ("W_qkv", "W_p", "W_uz", "W_d"))
+
+
+def test_validation_loss_is_the_mean_over_tokens(data, tmp_path):
+    config = small(data, eval_tokens=10**9)
+    start(config, tmp_path / "run", Silent())
+    run = Run.open(tmp_path / "run")
+    model = build(config.model)
+    model.load_state_dict(checkpoint.load_model(checkpoint.newest(run.checkpoints)))
+    tokens = torch.from_numpy(np.fromfile(data / "val.bin", "<u2").astype(np.int64))
+    windows = (len(tokens) - 1) // 32 // 4 * 4
+    with torch.no_grad():
+        losses = [
+            model(tokens[None, i * 32 : i * 32 + 32], tokens[None, i * 32 + 1 : i * 32 + 33]) for i in range(windows)
+        ]
+    assert run.summary().val_loss == pytest.approx(float(sum(losses)) / windows, rel=1e-5)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
+    ends = []
+    for micro in (8, 2):
+        start(small(data, micro_batch=micro), tmp_path / str(micro), Silent())
+        ends.append(checkpoint.load_model(checkpoint.newest(tmp_path / str(micro) / "checkpoints")))
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(weight, ends[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_weight_decay_falls_on_matrices_only(data):
+    plan = make_plan(small(data, "gpt+"))
+    model = build(plan.config.model)
+    optimizer = make_optimizer(model, plan)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(p) for p in model.parameters() if p.ndim == 2}
+    assert {g["weight_decay"] for g in make_optimizer(model, make_plan(small(data))).param_groups} == {0.0}
+
+
+def test_an_optimizer_step_is_adam_as_written_in_the_paper_of_it(data, tmp_path):
+    """One step by hand: clipped gradient, moments with bias correction, decay, bound."""
+    plan = make_plan(small(data, "gpt+", optimizer__clip=0.05))
+    trainer = Trainer(plan, Run(tmp_path), *open_data(plan), Silent())
+    name, weight = "blocks.0.W_p.weight", trainer.model.blocks[0].W_p.weight
+    before = weight.detach().clone().double()
+    from angpt.data.loader import Loader, Prefetcher
+
+    loader = Loader(trainer.train_data, 32, plan.sequences, 0)
+    with Prefetcher(loader, 0) as batches:
+        batch = next(batches)
+    trainer.backward(batch)
+    gradients = {n: p.grad.double() for n, p in trainer.model.named_parameters()}
+    trainer.optimizer.zero_grad()
+    _, norm = trainer.train_step(batch)
+    total = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
+    assert float(norm) == pytest.approx(float(total), rel=1e-5)
+    gradient = gradients[name] * 0.05 / total
+    lr = plan.lr(0)
+    expected = before * (1 - lr * 0.1) - lr * gradient / (gradient.abs() + 1e-9)
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_document_masks_reach_the_model(tmp_path):
+    """With masks on, a model trained on prepared documents has another loss than without."""
+    from angpt.data.prepare import prepare
+
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i:02}.txt").write_text(f"document {i} says {i * i} " * 3)
+    prepare((str(text),), tmp_path / "tokens", tokenizer="bytes", val_fraction=0.2)
+    losses = []
+    for mask in (False, True):
+        config = small(tmp_path / "tokens", data__mask_documents=mask, model__vocab_size=257)
+        losses.append(start(config, tmp_path / f"run-{mask}", Silent()).val_loss)
+    assert losses[0] != losses[1]
+
+
+class Stops(Silent):
+    """Sends a signal once a step is done."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def train(self, step, loss, tokens_per_s):
+        if step >= self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture):
+    config = small(data, architecture)
+    start(config, tmp_path / "whole", Silent())
+    summary = start(config, tmp_path / "parts", Stops(3))
+    assert summary.status == "interrupted"
+    assert summary.step < 12
+    assert resume(tmp_path / "parts", Stops(9)).status == "interrupted"
+    assert resume(tmp_path / "parts", Silent()).status == "finished"
+    whole, parts = Run.open(tmp_path / "whole"), Run.open(tmp_path / "parts")
+    assert without_timing(parts) == without_timing(whole)
+    assert parameters(parts) == parameters(whole)
+
+
+def kill_and_resume(data, tmp_path, architecture, kills, seed):
+    """Killed with SIGKILL at random moments, a checkpoint being written at nearly all of them."""
+    config = small(data, architecture, tokens="10240", checkpoint_every=1)
+    start(config, tmp_path / "whole", Silent())
+    out, rng = tmp_path / "parts", random.Random(seed)
+    call, killed = train_command(config, out, tmp_path), 0
+    while True:
+        process = subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **CHILD)
+        if killed < kills:
+            began = time.monotonic()
+            while not (out / "checkpoints").exists() and process.poll() is None and time.monotonic() - began < 60:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.4))
+            process.kill()
+        _, errors = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, errors
+        killed += 1
+        call = command("train", "--resume", out)
+    assert killed > 0
+    whole, parts = Run.open(tmp_path / "whole"), Run.open(out)
+    assert without_timing(parts) == without_timing(whole)
+    assert parameters(parts) == parameters(whole)
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_killed_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture):
+    kill_and_resume(data, tmp_path, architecture, kills=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_killed_ten_times(data, tmp_path, architecture):
+    kill_and_resume(data, tmp_path, architecture, kills=10, seed=2)
+
+
+def test_a_damaged_last_checkpoint_costs_steps_but_not_the_run(data, tmp_path):
+    start(small(data), tmp_path / "whole", Silent())
+    start(small(data), tmp_path / "run", Stops(7))
+    run = Run.open(tmp_path / "run")
+    last = checkpoint.found(run.checkpoints)[-1]
+    (last / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert resume(run.path, Silent()).status == "finished"
+    assert parameters(run) == parameters(Run.open(tmp_path / "whole"))
+    assert without_timing(run) == without_timing(Run.open(tmp_path / "whole"))
+
+
+def test_divergence_stops_and_is_marked(data, tmp_path):
+    config = small(data, "gpt+", optimizer__lr=1e30, optimizer__warmup=0.6, optimizer__clip=1e30, checkpoint_every=1)
+    summary = start(config, tmp_path / "run", Silent())
+    assert summary.status == "diverged"
+    run = Run.open(tmp_path / "run")
+    train = [r for r in run.records() if r["kind"] == "train"]
+    assert train[-1]["step"] == summary.step
+    assert None in (train[-1]["loss"], train[-1]["grad_norm"])
+    assert all(None not in (r["loss"], r["grad_norm"]) for r in train[:-1])
+    good = checkpoint.newest(run.checkpoints)
+    assert summary.checkpoint == (good.name if good else None)
+    assert resume(run.path, Silent()) == summary
+
+
+def test_the_second_interrupt_stops_at_once():
+    with interrupts() as came:
+        assert not came()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert came()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def run_cli(capsys, *args):
+    code = 0
+    try:
+        main([str(a) for a in args])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return code, " ".join((captured.out + captured.err).split())
+
+
+def test_ctrl_c_has_an_exit_code_of_its_own_and_the_run_goes_on(data, tmp_path, capsys):
+    config = small(data, tokens="512000", checkpoint_every=10_000)
+    call = train_command(config, tmp_path / "run", tmp_path)
+    process = subprocess.Popen(call, stdout=subprocess.PIPE, **CHILD)
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").stat().st_size:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert f"go on with: angpt train --resume {tmp_path / 'run'}" in out
+    code, text = run_cli(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M")
+    assert code == 2
+    assert "tokens is changed (another budget has another schedule" in text
+
+
+def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
+    start(small(data), tmp_path / "run", Silent())
+    before = parameters(Run.open(tmp_path / "run"))
+    code, text = run_cli(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M", "--seed", "3")
+    assert code == 2
+    assert "a run is resumed as it was begun, but tokens, seed is changed" in text
+    assert run_cli(capsys, "train", "--resume", tmp_path / "run")[0] == 0
+    assert parameters(Run.open(tmp_path / "run")) == before
+
+
+def test_a_config_file_repeats_a_run(data, tmp_path, capsys):
+    start(small(data), tmp_path / "one", Silent())
+    assert run_cli(capsys, "train", "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")[0] == 0
+    assert parameters(Run.open(tmp_path / "one")) == parameters(Run.open(tmp_path / "two"))
+    assert (tmp_path / "one" / "config.toml").read_text() == (tmp_path / "two" / "config.toml").read_text()
+
+
+def test_overrides_and_presets(data, tmp_path, capsys):
+    args = (
+        "train",
+        "--preset",
+        "laptop",
+        "--data.path",
+        data,
+        "--tokens",
+        "1k",
+        "--model.context",
+        "32",
+        "--arch",
+        "ngpt",
+    )
+    args += ("--batch-tokens", "128", "--model.n-layers", "1", "--eval-tokens", "64", "--out", tmp_path / "run")
+    assert run_cli(capsys, *args)[0] == 0
+    config = Run.open(tmp_path / "run").config()
+    assert (config.model.architecture, config.model.d_model, config.model.n_layers) == ("ngpt", 128, 1)
+
+
+def mistakes(data, tmp_path):
+    """What is wrong, and what is said about it. Each with a folder that must not be touched."""
+    start(small(data, "ngpt"), tmp_path / "ngpt", Silent())
+    start(small(data), tmp_path / "run", Stops(5))
+    swapped = tmp_path / "swapped"
+    shutil.copytree(tmp_path / "run", swapped)
+    shutil.rmtree(swapped / "checkpoints")
+    shutil.copytree(tmp_path / "ngpt" / "checkpoints", swapped / "checkpoints")
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "run", moved)
+    other = tmp_path / "other"
+    shutil.copytree(data, other)
+    np.arange(3000, dtype="<u2").__mod__(60).astype("<u2").tofile(other / "train.bin")
+    (moved / "config.toml").write_text((moved / "config.toml").read_text().replace(str(data), str(other)))
+    tiny_vocab = tmp_path / "v.toml"
+    tiny_vocab.write_text(to_toml(small(data, model__vocab_size=50)))
+    fine = tmp_path / "fine.toml"
+    fine.write_text(to_toml(small(data)))
+    short = tmp_path / "short"
+    short.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (short / name).write_bytes((data / name).read_bytes()[:61])
+    broken = tmp_path / "broken.toml"
+    broken.write_text(to_toml(small(short)))
+    gone = tmp_path / "gone.toml"
+    gone.write_text(to_toml(small(tmp_path / "nowhere")))
+    new = tmp_path / "new"
+    return {
+        "exists; go on with": ("--config", fine, "--out", tmp_path / "run"),
+        "belongs to another architecture (ngpt; the run has angpt)": ("--resume", swapped),
+        "belongs to another data": ("--resume", moved),
+        "has token 60, but model.vocab_size is 50; set it to 61 or more": ("--config", tiny_vocab, "--out", new),
+        "no such file or folder; `angpt data prepare` makes one": ("--config", gone, "--out", new),
+        "are no sequence of uint16 tokens": ("--config", broken, "--out", new),
+        "no run folder": ("--resume", tmp_path / "nothing"),
+        "cannot be read as TOML": ("--config", tmp_path / "nothing.toml"),
+        "unknown preset 'lapotp': did you mean laptop": ("--preset", "lapotp"),
+        "give one of them": ("--preset", "laptop", "--config", fine),
+    }
+
+
+def test_mistakes_exit_with_2_and_touch_nothing(data, tmp_path, capsys):
+    cases = mistakes(data, tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    for message, args in cases.items():
+        code, text = run_cli(capsys, "train", *args)
+        assert code == 2, (message, text)
+        assert re.sub(r"\s+", " ", message) in text, (message, text)
+        assert "Traceback" not in text
+    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert before == after
+
+
+def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
+    start(small(data), tmp_path / "run", Stops(5))
+    run = Run.open(tmp_path / "run")
+    with run.lock(), pytest.raises(UserError, match="another process is training here"):
+        resume(run.path, Silent())
+
+
+def test_tensorboard_gets_the_same_numbers(data, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    start(small(data, tensorboard=True), tmp_path / "run", Silent())
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    written = [r["loss"] for r in Run.open(tmp_path / "run").records() if r["kind"] == "train"]
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(written, rel=1e-6)
+
+
+def test_a_half_written_record_is_passed_over(data, tmp_path):
+    start(small(data), tmp_path / "run", Silent())
+    run = Run.open(tmp_path / "run")
+    whole = list(run.records())
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"kind": "train"})[:9])
+    assert list(run.records()) == whole
