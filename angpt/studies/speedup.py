@@ -1,0 +1,127 @@
+"""Convergence speed-up as the paper defines it, with intervals over seeds.
+
+The baseline's complete runs at several budgets, each with its own schedule, give a curve of final loss against tokens
+(or seconds). The speed-up of another architecture is what the baseline needs for the same loss, read off this curve by
+linear interpolation of logarithms, over what the other used. Outside of the curve's range only a bound is known.
+
+Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
+every architecture and budget of one comparison, and estimated from all of them together (`pooled_deviation`). With two
+or three seeds each, this is the difference between a useful interval and none.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from angpt.studies.results import Interval, SpeedUp
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Standard deviation of a log loss between seeds, and the degrees of freedom that it was estimated with."""
+
+    value: float
+    freedom: int
+
+    def half_width(self, scale: float) -> float | None:
+        """Of the confidence interval for a quantity whose standard error is `scale` times the deviation."""
+        if self.freedom == 0:
+            return None
+        return float(stats.t.ppf((1 + CONFIDENCE) / 2, self.freedom)) * scale * self.value
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
+    """From the losses of each group of runs that differ in the seed alone."""
+    squares, freedom = 0.0, 0
+    for losses in groups:
+        logs = [math.log(x) for x in losses]
+        if logs:
+            mean = sum(logs) / len(logs)
+            squares += sum((x - mean) ** 2 for x in logs)
+            freedom += len(logs) - 1
+    return Deviation(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
+
+
+def mean_loss(losses: Sequence[float], deviation: Deviation) -> Interval:
+    """The geometric mean over seeds and its interval."""
+    n = len(losses)
+    log = sum(math.log(x) for x in losses) / n
+    half = deviation.half_width(1 / math.sqrt(n))
+    if half is None:
+        return Interval(math.exp(log), None, None, n)
+    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half), n)
+
+
+def mean_of(values: Sequence[float]) -> Interval:
+    """The mean and its interval from the values' own spread."""
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return Interval(mean, None, None, 1)
+    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n)
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
+    return Interval(mean, mean - half, mean + half, n)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Complete runs of one architecture at one budget."""
+
+    used: float
+    """Tokens or seconds, the mean over seeds."""
+    losses: tuple[float, ...]
+
+    @property
+    def log_loss(self) -> float:
+        return sum(math.log(x) for x in self.losses) / len(self.losses)
+
+
+def speed_up(baseline: Sequence[Point], other: Point, deviation: Deviation) -> SpeedUp | None:
+    """What the baseline needs for the loss of `other`, over what `other` used; None without a baseline.
+
+    A larger budget that did not lower the loss is left out of the curve: it says nothing about what a lower loss needs.
+    """
+    curve = falling(baseline)
+    if not curve:
+        return None
+    first, last, target = curve[0], curve[-1], other.log_loss
+    if target > first.log_loss:
+        return SpeedUp(first.used / other.used, None, None, "<")
+    if target < last.log_loss:
+        return SpeedUp(last.used / other.used, None, None, ">")
+    if len(curve) == 1:
+        return SpeedUp(first.used / other.used, None, None, "=")
+    left, right = next((a, b) for a, b in itertools.pairwise(curve) if target >= b.log_loss)
+    weight = (left.log_loss - target) / (left.log_loss - right.log_loss)
+    log_used = (1 - weight) * math.log(left.used) + weight * math.log(right.used)
+    value = math.exp(log_used) / other.used
+    # By the delta method: the logarithm of what is needed moves with the three mean losses around the point.
+    slope = (math.log(right.used) - math.log(left.used)) / (left.log_loss - right.log_loss)
+    variance = (1 - weight) ** 2 / len(left.losses) + weight**2 / len(right.losses) + 1 / len(other.losses)
+    half = deviation.half_width(slope * math.sqrt(variance))
+    if half is None:
+        return SpeedUp(value, None, None, "=")
+    return SpeedUp(value, value * math.exp(-half), value * math.exp(half), "=")
+
+
+def falling(points: Sequence[Point]) -> list[Point]:
+    """The points in the order of what they used, as long as each lies below all before it."""
+    curve: list[Point] = []
+    for point in sorted(points, key=lambda p: p.used):
+        if not curve or point.log_loss < curve[-1].log_loss:
+            curve.append(point)
+    return curve
+
+
+def group(runs: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> dict[tuple[str, int], Point]:
+    """Points from the (used, loss) of the complete runs of each architecture and budget."""
+    return {
+        key: Point(sum(used for used, _ in found) / len(found), tuple(loss for _, loss in found))
+        for key, found in runs.items()
+        if found
+    }
