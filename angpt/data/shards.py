@@ -248,6 +248,16 @@ class TokenData:
     def tokens(self) -> int:
         return int(self._ends[-1])
 
+    def part(self, start: int, stop: int) -> Self:
+        """Tokens start … stop − 1 as data of their own."""
+        files = []
+        for file, first, last in zip(self.files, self._starts.tolist(), self._ends.tolist(), strict=True):
+            lower, upper = max(start, first), min(stop, last)
+            if lower < upper:
+                offset = file.offset + (lower - first) * self.dtype.itemsize
+                files.append(BinFile(file.path, offset, upper - lower))
+        return dataclasses.replace(self, files=tuple(files), fingerprint=f"{self.fingerprint}[{start}:{stop}]")
+
     def read(self, start: int, length: int) -> NDArray[Any]:
         """Tokens start … start + length − 1 of the stream."""
         if not 0 <= start <= start + length <= self.tokens:

@@ -1,6 +1,6 @@
 """Where text comes from: the standard library of Python, local files and folders, data sets of the Hugging Face hub.
 
-A source yields documents in an order that never changes, cut into pieces of a MiB, so that the memory needed does
+A source yields documents in an order that never changes, cut into small pieces, so that the memory needed does
 not grow with the corpus nor with a document in a plain text file.
 """
 
@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from angpt.data.shards import SplitName
 from angpt.errors import UserError, nearest
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 256 << 10  # a tokenizer needs some 200 times as much while it works on a piece
 PLAIN, TABLES = (".txt", ".md", ".py"), (".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 SPLIT_NAMES: dict[str, SplitName] = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
