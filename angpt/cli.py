@@ -13,6 +13,7 @@ from tyro.extras import SubcommandApp
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
+from angpt.studies.commands import compare_command, report
 from angpt.training.commands import train_command
 from angpt.version import __version__
 
@@ -20,6 +21,7 @@ app = SubcommandApp()
 data = SubcommandApp()
 data.command(name="prepare")(prepare)
 data.command(name="info")(info)
+app.command(name="report")(report)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         app.command(name="train")(train_command(args if args[:1] == ["train"] else []))
+        app.command(name="compare")(compare_command(args if args[:1] == ["compare"] else []))
         app.cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
     except UserError as error:
         err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)

@@ -117,6 +117,12 @@ class DataConfig:
     """Folder made by `angpt data prepare`, or a folder or file of nanoGPT's or llm.c's .bin."""
     mask_documents: bool = False
     """Keep attention inside of each document; otherwise windows cross them, as in the paper."""
+    tuning_split: float = 0.0
+    """Hold out this last part of the training tokens and evaluate on it, so that no choice is made on the validation
+    split."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.tuning_split < 1, f"data.tuning_split must be in [0, 1), not {self.tuning_split}")
 
 
 @dataclass(frozen=True)
@@ -241,17 +247,20 @@ def read_toml(cls: type[T], path: Path) -> T:
         raise UserError(f"{path}: {error}") from error
 
 
-def to_toml(config: Any) -> str:
-    """A dataclass as TOML: values first, then a table for each nested dataclass. What is None is left out."""
+def to_toml(config: Any, prefix: str = "") -> str:
+    """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary. None is left out."""
+    items = (
+        config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    )
     values: list[str] = []
     tables: list[str] = []
-    for f in dataclasses.fields(config):
-        value = getattr(config, f.name)
-        if dataclasses.is_dataclass(value):
-            tables.append(f"\n[{f.name}]\n{to_toml(value)}")
+    for name, value in items.items():
+        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+        if dataclasses.is_dataclass(value) or isinstance(value, dict):
+            tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
         elif value is not None:
             # JSON writes strings, numbers, booleans and lists of them as TOML does (but not inf and nan).
-            values.append(f"{f.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
+            values.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
     return "".join(values + tables)
 
 

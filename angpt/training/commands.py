@@ -16,10 +16,11 @@ EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
 DEFAULT_PRESET = "laptop"
 
 
-def starting_point(args: Sequence[str]) -> TrainConfig:
-    """What the other options of `angpt train` override: the configuration of a run, of a file, or of a preset."""
+def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
+    """What the other options override: the configuration of a run, of a file, or of a preset."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("--resume", "--config", "--preset"):
+    parser.set_defaults(resume=None)
+    for name in ("--config", "--preset", *(("--resume",) if resumable else ())):
         parser.add_argument(name)
     try:
         chosen, _ = parser.parse_known_args(args)

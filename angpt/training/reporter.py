@@ -18,6 +18,22 @@ class Reporter(Protocol):
     def stop(self) -> None: ...
 
 
+class Quiet:
+    """For a run that somebody else watches."""
+
+    def start(self, plan: Plan, step: int) -> None:
+        pass
+
+    def train(self, step: int, loss: float, tokens_per_s: float) -> None:
+        pass
+
+    def validation(self, step: int, loss: float) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class TerminalReporter:
     """A progress bar with losses, speed and the time left."""
 

@@ -71,6 +71,9 @@ def open_data(plan: Plan) -> tuple[TokenData, TokenData]:
     """Training and validation tokens, checked against the model's vocabulary."""
     path, vocab = plan.config.data.path, plan.config.model.vocab_size
     splits = TokenData.open(path, "train"), TokenData.open(path, "val")
+    if part := plan.config.data.tuning_split:
+        border = round((1 - part) * splits[0].tokens)
+        splits = splits[0].part(0, border), splits[0].part(border, splits[0].tokens)
     for data in splits:
         if data.max_token >= vocab:
             raise UserError(

@@ -1,0 +1,178 @@
+"""From run folders to a Result: means over seeds, speed-ups, costs, and the verdict in one sentence."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from angpt.config import TrainConfig, parse_budget
+from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
+from angpt.studies.speedup import Point, group, mean_loss, mean_of, pooled_deviation, speed_up
+from angpt.training.plan import make_plan
+from angpt.training.run import Run, Summary
+
+
+def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result:
+    """The result of runs that are given by their folder, which need not exist yet, and their configuration."""
+    found = [_run_result(folder, config) for folder, config in runs]
+    summaries = {folder.name: _summary(folder) for folder, _ in runs}
+    architectures = tuple(dict.fromkeys(r.architecture for r in found))
+    budgets = tuple(sorted({r.budget for r in found}))
+    finished = [r for r in found if r.status == "finished" and r.val_loss is not None]
+
+    def points(used: str) -> dict[tuple[str, int], Point]:
+        cells: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for r in finished:
+            cells.setdefault((r.architecture, r.budget), []).append((float(getattr(r, used)), r.val_loss or 0.0))
+        return group(cells)
+
+    by_tokens, by_seconds = points("budget"), points("seconds")
+    deviation = pooled_deviation([p.losses for p in by_tokens.values()])
+
+    def compared(cells: dict[tuple[str, int], Point], key: tuple[str, int]) -> SpeedUp | None:
+        base = [p for (name, _), p in cells.items() if name == baseline]
+        return None if key[0] == baseline or key not in cells else speed_up(base, cells[key], deviation)
+
+    cells = tuple(
+        Cell(
+            architecture=architecture,
+            budget=budget,
+            val_loss=mean_loss(by_tokens[key].losses, deviation) if key in by_tokens else None,
+            diverged=sum(r.status == "diverged" for r in found if (r.architecture, r.budget) == (architecture, budget)),
+            speedup_tokens=compared(by_tokens, key),
+            speedup_seconds=compared(by_seconds, key),
+        )
+        for architecture in architectures
+        for budget in budgets
+        for key in [(architecture, budget)]
+    )
+    costs = _costs(finished, summaries, architectures, baseline)
+    complete = all(r.status in ("finished", "diverged") for r in found)
+    return Result(
+        baseline=baseline,
+        architectures=architectures,
+        budgets=budgets,
+        seeds=tuple(sorted({r.seed for r in found})),
+        complete=complete,
+        verdict=verdict(cells, costs, baseline, architectures, complete),
+        cells=cells,
+        costs=costs,
+        runs=tuple(found),
+    )
+
+
+def _summary(folder: Path) -> Summary | None:
+    return Run(folder).summary() if folder.exists() else None
+
+
+def _run_result(folder: Path, config: TrainConfig) -> RunResult:
+    plan = make_plan(config)
+    summary = _summary(folder)
+    if summary is not None:
+        status, step = summary.status, summary.step
+    elif folder.exists():
+        status, step = "interrupted", max((r["step"] for r in Run(folder).records()), default=0)
+    else:
+        status, step = "waiting", 0  # type: ignore[assignment]
+    return RunResult(
+        name=folder.name,
+        architecture=config.model.architecture,
+        seed=config.seed,
+        budget=parse_budget(plan.config.tokens, plan.parameters),
+        status=status,
+        progress=step / plan.steps,
+        lr=plan.peak_lr,
+        val_loss=summary.val_loss if summary else None,
+        seconds=summary.seconds if summary else None,
+    )
+
+
+def _costs(
+    finished: Sequence[RunResult],
+    summaries: dict[str, Summary | None],
+    architectures: Sequence[str],
+    baseline: str,
+) -> tuple[Cost, ...]:
+    """Time per step of each architecture; the overhead from pairs of runs with the same budget and seed."""
+    milliseconds: dict[str, dict[tuple[int, int], float]] = {}
+    memory: dict[str, list[float]] = {}
+    parameters: dict[str, int] = {}
+    for r in finished:
+        s = summaries[r.name]
+        assert s is not None
+        milliseconds.setdefault(r.architecture, {})[r.budget, r.seed] = 1000 * s.seconds / s.steps
+        parameters[r.architecture] = s.parameters
+        if s.peak_memory_gib is not None:
+            memory.setdefault(r.architecture, []).append(s.peak_memory_gib)
+    base = milliseconds.get(baseline, {})
+    costs = []
+    for name in architectures:
+        if name in milliseconds:
+            own = milliseconds[name]
+            ratios = [own[key] / base[key] - 1 for key in own if key in base]
+            overhead: Interval | None = mean_of(ratios) if ratios and name != baseline else None
+            largest = max(memory[name]) if name in memory else None
+            costs.append(Cost(name, parameters[name], mean_of(list(own.values())), overhead, largest))
+    return tuple(costs)
+
+
+NAMES = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
+
+
+def display_name(architecture: str) -> str:
+    """anGPT/no-lerp for angpt/no-lerp."""
+    base, slash, variant = architecture.partition("/")
+    return NAMES[base] + slash + variant
+
+
+def verdict(
+    cells: Sequence[Cell], costs: Sequence[Cost], baseline: str, architectures: Sequence[str], complete: bool
+) -> str:
+    """What a reader wants to know, in one sentence."""
+    largest = max((c.budget for c in cells if c.val_loss), default=None)
+    ranked = sorted(
+        (c for c in cells if c.budget == largest and c.val_loss), key=lambda c: c.val_loss.mean if c.val_loss else 0.0
+    )
+    if len(ranked) < 2 or baseline not in {c.architecture for c in ranked}:
+        return "Too few runs have finished for a verdict."
+    best = next((c for c in ranked if c.architecture != baseline), ranked[0])
+    name, base = display_name(best.architecture), display_name(baseline)
+    ours, theirs = best.val_loss, next(c.val_loss for c in ranked if c.architecture == baseline)
+    assert ours is not None
+    assert theirs is not None
+    change = ours.mean / theirs.mean - 1
+    start = "" if complete else "So far: "
+    if _overlap(ours, theirs):
+        sentence = (
+            f"{name} and {base} end at losses ({ours.mean:.3f} and {theirs.mean:.3f}) that the seeds do not tell apart"
+        )
+    else:
+        sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss"
+        sentence += f" ({ours.mean:.3f} against {theirs.mean:.3f})"
+    if gain := _gain(cells, best.architecture):
+        sentence += f"; for the same loss {base} needs {gain}"
+    cost = next((c for c in costs if c.architecture == best.architecture), None)
+    if cost and cost.overhead:
+        more = cost.overhead.mean
+        sentence += f"; a step takes {abs(more):.1%} {'more' if more >= 0 else 'less'} time"
+    if ours.low is None:
+        sentence += " (one seed: no error bars)"
+    return start + sentence + "."
+
+
+def _gain(cells: Sequence[Cell], architecture: str) -> str | None:
+    """The speed-up at the largest budget where it is known, and not only bounded; else the bound."""
+    own = [c for c in cells if c.architecture == architecture and c.speedup_tokens]
+    exact = [c for c in own if c.speedup_tokens and c.speedup_tokens.relation == "="]
+    if not own:
+        return None
+    cell = max(exact or own, key=lambda c: c.budget)
+    s = cell.speedup_tokens
+    assert s is not None
+    words = {"=": "", ">": "more than ", "<": "less than "}[s.relation]
+    interval = f" ({s.low:.2f} to {s.high:.2f})" if s.low is not None and s.high is not None else ""
+    return f"{words}{s.value:.2f} times the tokens{interval}"
+
+
+def _overlap(one: Interval, two: Interval) -> bool:
+    if one.low is None or one.high is None or two.low is None or two.high is None:
+        return False
+    return one.low <= two.high and two.low <= one.high
