@@ -55,6 +55,7 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
     with styled():
         wide = chart.draw(False)
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
+        wide.set_layout_engine("none")  # it is laid out
         svg, narrow = _svg(wide), _svg(chart.draw(True))
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
@@ -86,16 +87,11 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     body = re.sub(r'(?<= )id="', f'id="{prefix}-', body)
     body = body.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
     body = body.replace(INK, "currentColor")
-    body = re.sub(r"font: (?:(bold|\d+) )?([\d.]+px) [^;\"]*", _font, body)
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
     opening = f'<svg {view[0]} role="img" aria-label="{escape(alt)}">'
     return re.sub(r"<svg [^>]*>", lambda _: opening, body, count=1).rstrip()
-
-
-def _font(match: re.Match[str]) -> str:
-    weight = f"font-weight: {match[1]}; " if match[1] else ""
-    return f"{weight}font-size: {match[2]}"
 
 
 def _csv(chart: Chart) -> str:

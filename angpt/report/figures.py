@@ -45,7 +45,8 @@ def loss_curves(study: Study) -> Chart | Absent:
             ax.set_ylim(low, high)
             ax.set_xlim(left=0)
             ax.set_ylabel("validation loss")
-            ax.label_outer()
+            if not narrow:
+                ax.label_outer()
         token_axis(axes[0])
         axes[0].set_title("Against tokens")
         axes[1].set(xlabel=f"training time ({unit})", title="Against time")
@@ -129,7 +130,7 @@ def budgets(study: Study) -> Chart | Absent:
         for ax, kind in zip(axes[1:], kinds, strict=True):
             ax.axhline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
             ax.set(ylabel=f"speed-up over {baseline}", title=f"Speed-up in {'tokens' if kind == 'tokens' else 'time'}")
-            ax.margins(y=0.22)
+            ax.margins(y=0.25)  # room for the arrows
         for ax in axes:
             place.dress(ax)
         fold_legend(figure, axes[0], narrow)

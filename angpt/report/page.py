@@ -56,7 +56,8 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"text": text}
+    environment.globals["text"] = text
+    environment.filters["tied"] = text.tied
     page = environment.get_template("template.html").render(
         name=study.resolve().name,
         title=_title(result),

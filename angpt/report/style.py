@@ -8,7 +8,7 @@ import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from angpt.report.text import quantity
 
@@ -50,6 +50,7 @@ RC: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "angpt",
     "text.color": INK,
+    "text.parse_math": False,  # a $ in a name is a $
     "xtick.color": INK,
     "xtick.labelsize": 8.5,
     "ytick.color": INK,
@@ -109,11 +110,11 @@ def token_axis(axes: Axes) -> None:
 def plain_log_axis(axes: Axes) -> None:
     """A logarithmic y axis labelled with plain numbers."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     low, high = axes.get_ylim()
-    # Less than a decade holds one power of ten at most: then the ticks in between are labelled, too.
-    minor = FuncFormatter(lambda value, _: f"{value:g}") if high / low < 10 else NullFormatter()
-    axes.yaxis.set_minor_formatter(minor)
+    # Powers of ten alone would be too few labels for a short axis.
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def fold_legend(figure: Figure, axes: Axes, narrow: bool) -> None:

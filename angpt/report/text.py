@@ -58,5 +58,10 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
+def tied(text: str) -> str:
+    """No line ends between a number and its per cent sign."""
+    return text.replace(" %", "\u00a0%")
+
+
 def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,237 @@
+import base64
+import csv
+import dataclasses
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from angpt.errors import UserError
+from angpt.report import text, write_report
+from angpt.studies.results import Result
+from tests.report.conftest import COMMANDS, Written
+from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
+
+CHARTS = ("loss", "budgets", "input-norms", "alphas", "row-norms", "costs")
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, the visible text, and the rows of the table of losses."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.cells: dict[tuple[str, str], dict[str, str]] = {}
+        self.row: tuple[str, str] | None = None
+        self.column = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags.append((tag, values))
+        if tag == "tr":
+            self.row = (
+                (values["data-architecture"] or "", values["data-budget"] or "") if "data-budget" in values else None
+            )
+        if tag in ("td", "th"):
+            self.column = (values.get("class") or "").split(" ")[0]
+        if tag == "data" and self.row:
+            self.cells.setdefault(self.row, {})[f"{self.column}-value"] = values["value"] or ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self.column = ""
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.row and self.column and data.strip():
+            cell = self.cells.setdefault(self.row, {})
+            cell[self.column] = cell.get(self.column, "") + data.strip()
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.words).split())
+
+
+def assert_table_is_result(cells: dict[tuple[str, str], dict[str, str]], result: Result) -> None:
+    assert len(cells) == len(result.cells)
+    for cell in result.cells:
+        shown = cells[cell.architecture, str(cell.budget)]
+        assert shown["diverged"] == str(cell.diverged)
+        if cell.val_loss is None:
+            assert shown["loss"] == "not yet"
+        else:
+            assert float(shown["loss-value"]) == cell.val_loss.mean
+            numbers = [float(n) for n in shown["loss"].split(" ± ")]
+            assert numbers[0] == round(cell.val_loss.mean, 4)
+            if cell.val_loss.low is None or cell.val_loss.high is None:
+                assert len(numbers) == 1
+            else:
+                assert numbers[1] == pytest.approx((cell.val_loss.high - cell.val_loss.low) / 2, abs=5e-5)
+        for name, speedup in (("tokens", cell.speedup_tokens), ("seconds", cell.speedup_seconds)):
+            if speedup is None:
+                assert shown[name] in ("baseline", "–")
+            else:
+                bound = "" if speedup.relation == "=" else f"{speedup.relation} "
+                assert shown[name].startswith(f"{bound}{speedup.value:.2f}×")
+                assert float(shown[f"{name}-value"]) == speedup.value
+                assert ("[" in shown[name]) == (speedup.low is not None)
+
+
+def test_the_table_shows_the_numbers_of_the_result(complete: Written) -> None:
+    assert_table_is_result(Page(complete.html).cells, complete.result)
+
+
+def test_the_page_says_what_was_found_and_how_to_repeat_it(complete: Written) -> None:
+    page = Page(complete.html)
+    assert "GPT+, nGPT and anGPT compared" in page.text
+    assert complete.result.verdict in page.text
+    assert "Complete: 12 of 12 runs finished." in page.text
+    assert "Partial" not in page.text
+    for expected in (*COMMANDS, "2.13.0", "c0ffee", "A <fast> one", *(run.name for run in complete.result.runs)):
+        assert expected in page.text
+
+
+def test_every_figure_is_there_as_png_svg_and_csv_with_its_description(complete: Written) -> None:
+    page = Page(complete.html)
+    drawn = [values for tag, values in page.tags if tag == "svg"]
+    assert len(drawn) == 2 * len(CHARTS)
+    assert all(values["role"] == "img" and len(values["aria-label"] or "") > 40 for values in drawn)
+    links = {v["download"]: v["href"] or "" for tag, v in page.tags if tag == "a" and "download" in v}
+    for name in CHARTS:
+        figures = complete.page.parent / "figures"
+        assert (figures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (figures / f"{name}.svg").read_text()
+        table = (figures / f"{name}.csv").read_text()
+        assert base64.b64decode(links[f"{name}.csv"].partition(",")[2]).decode() == table
+        rows = list(csv.reader(io.StringIO(table)))
+        assert len(rows) > 3
+        assert {len(row) for row in rows} == {len(rows[0])}
+
+
+def test_the_numbers_behind_the_curves_are_those_of_the_runs(complete: Written) -> None:
+    with (complete.page.parent / "figures" / "loss.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 20 * len(complete.runs)
+    last = [row for row in rows if row["run"] == complete.runs[-1].name][-1]
+    assert (last["architecture"], last["tokens"], last["seconds"]) == ("angpt", "80000", "8.0")
+
+
+def test_nothing_is_fetched(complete: Written) -> None:
+    page = Page(complete.html)
+    allowed = ("#", "data:")
+    for tag, values in page.tags:
+        assert tag not in ("script", "img", "iframe", "object", "embed")
+        for name in ("src", "href", "srcset", "xlink:href", "action", "poster"):
+            assert (values.get(name) or "#").startswith(allowed), (tag, name)
+    assert not re.search(r"url\((?!#)|@import|https?://", complete.html)
+
+
+def test_ids_are_unique_and_references_find_them(complete: Written) -> None:
+    ids = re.findall(r'\sid="([^"]*)"', complete.html)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)|aria-(?:labelledby|describedby)="([^"]*)"', complete.html)
+    assert {next(filter(None, groups)) for groups in used} <= set(ids)
+
+
+def test_figures_take_the_colours_of_the_page(complete: Written) -> None:
+    svgs = re.findall(r"<svg .*?</svg>", complete.html, re.DOTALL)
+    for svg in svgs:
+        assert "currentColor" in svg
+        assert "#000000" not in svg.lower()
+        assert "#ffffff" not in svg.lower()
+        assert "DejaVu" not in svg
+
+
+def test_equal_inputs_give_equal_bytes(complete: Written, tmp_path: Path) -> None:
+    again = write_report(complete.folder, complete.runs, complete.result, tmp_path / "again", COMMANDS)
+    assert again.read_bytes() == complete.page.read_bytes()
+    for path in (complete.page.parent / "figures").iterdir():
+        assert (tmp_path / "again" / "figures" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_each_model_continues_the_same_prompts(complete: Written) -> None:
+    blocks = re.findall(r"<h4>.*?</span>(.*?)</h4>\s*<pre><span[^>]*>(.*?)</span>(.+?)</pre>", complete.html, re.DOTALL)
+    assert [name for name, _, _ in blocks] == 3 * ["GPT+", "nGPT", "anGPT"]
+    assert blocks[0][1] == blocks[1][1] == blocks[2][1] == "def f(x)"
+    assert len({made for _, _, made in blocks}) == 9
+
+
+def test_a_comparison_under_way(tmp_path: Path) -> None:
+    results = run_results(budgets=(40_000,))
+    results[1] = dataclasses.replace(results[1], status="interrupted", progress=0.5)
+    results[2] = dataclasses.replace(results[2], status="diverged", progress=0.3, val_loss=None)
+    results[3] = dataclasses.replace(results[3], status="waiting", progress=0.0, val_loss=None, seconds=None)
+    result = make_result(results, complete=False)
+    runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
+    waiting = tmp_path / "runs" / results[3].name
+    page = Page(write_report(tmp_path, [*runs, waiting], result, tmp_path / "out").read_text())
+    assert "Partial: 3 of 6 runs finished, 1 diverged, 1 under way, 1 waiting." in page.text
+    assert "50 % done" in page.text
+    assert_table_is_result(page.cells, result)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS)
+
+
+def test_before_the_first_step_each_part_says_why_it_is_empty(tmp_path: Path) -> None:
+    results = [
+        dataclasses.replace(run, status="waiting", progress=0.0, val_loss=None, seconds=None) for run in run_results()
+    ]
+    result = dataclasses.replace(make_result(results, complete=False), costs=())
+    page = Page(write_report(tmp_path, [], result, tmp_path / "out").read_text())
+    assert not any(tag == "svg" for tag, _ in page.tags)
+    for reason in ("No run has been evaluated yet.", "No run has finished yet.", "No run has recorded its layers",
+                   "No run has trained long enough", "No run has started yet."):  # fmt: skip
+        assert reason in page.text
+
+
+def test_without_tokenizer_layers_or_checkpoints(tmp_path: Path) -> None:
+    results = run_results(["gpt+", "angpt"], [40_000])
+    result = make_result(results)
+    data = make_data(tmp_path / "data", tokenizer=False)
+    runs = make_study(tmp_path, results, data, layers=False, saved=False)
+    page = Page(write_report(tmp_path, runs, result, tmp_path / "out").read_text())
+    assert "There is no tokenizer to write text with" in page.text
+    assert page.text.count("No run has recorded its layers") == 3
+    load = make_data(tmp_path / "other") / "tokenizer.json"
+    load.rename(data / "tokenizer.json")
+    page = Page(write_report(tmp_path, runs, result, tmp_path / "out").read_text())
+    assert "GPT+ has no good checkpoint yet. anGPT has no good checkpoint yet." in page.text
+
+
+def test_many_variants_have_different_looks(tmp_path: Path) -> None:
+    from angpt.report.style import FURTHER, looks
+
+    names = ["angpt", *(f"angpt/v{i}" for i in range(20)), "gpt+"]
+    found = looks(names)
+    assert len(set(found.values())) == len(names)
+    assert found["angpt"] == looks(["angpt"])["angpt"]
+    assert len({found[name].color for name in names[1 : 1 + len(FURTHER)]}) == len(FURTHER)
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    evil = "angpt/<script>alert('1')</script>\"&$x$"
+    results = run_results(["gpt+", evil], [40_000])
+    runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
+    result = dataclasses.replace(make_result(results), verdict="<img src=x onerror=alert(1)> & {{ 7 * 7 }}")
+    path = write_report(tmp_path, runs, result, tmp_path / "out", ["angpt </code><script>alert(2)</script>"])
+    page = Page(path.read_text())
+    assert not any(tag in ("script", "img") for tag, _ in page.tags)
+    assert not any(name.startswith("on") for _, values in page.tags for name in values)
+    assert result.verdict in page.text
+    assert text.label(evil) in page.text
+
+
+def test_a_folder_that_the_result_does_not_name_is_an_error(complete: Written, tmp_path: Path) -> None:
+    stranger = make_run(tmp_path / "stranger", complete.result.runs[0], tmp_path)
+    with pytest.raises(UserError, match=r"stranger: not among the runs"):
+        write_report(tmp_path, [stranger], complete.result, tmp_path / "out")
+
+
+def test_broken_metrics_are_an_error_that_names_the_file(complete: Written, tmp_path: Path) -> None:
+    run = make_run(tmp_path / complete.result.runs[0].name, complete.result.runs[0], tmp_path)
+    (run / "metrics.jsonl").write_text('{"kind": "val"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read"):
+        write_report(tmp_path, [run], complete.result, tmp_path / "out")
