@@ -1,6 +1,6 @@
 """The figures of losses and costs: each a function of the study."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from angpt.report.chart import Absent, Chart, Row
 from angpt.report.records import Evaluation, RunRecords, Study
-from angpt.report.style import INK, Look, fold_legend, looks, panels, token_axis
+from angpt.report.style import INK, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.report.text import interval, label, listed, overhead, quantity, speedup
 from angpt.studies.results import Cell, Cost, Interval, SpeedUp
 
@@ -45,12 +45,11 @@ def loss_curves(study: Study) -> Chart | Absent:
             ax.set_ylim(low, high)
             ax.set_xlim(left=0)
             ax.set_ylabel("validation loss")
-            if not narrow:
-                ax.label_outer()
         token_axis(axes[0])
         axes[0].set_title("Against tokens")
         axes[1].set(xlabel=f"training time ({unit})", title="Against time")
         axes[1].locator_params(axis="x", nbins=5)
+        outer_labels(axes, narrow)
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -106,13 +105,14 @@ def _time_unit(longest: float) -> tuple[float, str]:
 
 def budgets(study: Study) -> Chart | Absent:
     """Final loss and speed-up against the budget; by architecture, where there is one budget."""
-    title = "Final loss and speed-up by token budget"
+    title = "Final loss and speed-up"
     cells = [cell for cell in study.result.cells if cell.val_loss is not None]
     if not cells:
         return Absent(title, "No run has finished yet.")
     baseline = label(study.result.baseline)
     style = looks(study.result.architectures)
     place = _Places(tuple(sorted({cell.budget for cell in cells})), tuple(style))
+    title += " by token budget" if len(place.budgets) > 1 else f" at {quantity(place.budgets[0])} tokens"
     kinds: list[Literal["tokens", "seconds"]] = []
     if any(cell.speedup_tokens for cell in cells):
         kinds.append("tokens")
@@ -142,7 +142,7 @@ def budgets(study: Study) -> Chart | Absent:
         caption += f"The speed-up is what {baseline} needs for the same loss, divided by what was used; 1, the dashed "
         caption += "line, is as fast. An open marker with an arrow is a bound: the true value lies in its direction. "
     else:
-        caption += f"There is no speed-up to show: {baseline} has not finished at two budgets. "
+        caption += "No speed-up is known yet. "
     caption += "Bars: 95 % confidence intervals." if intervals else "No intervals: there is one seed."
     return Chart(
         name="budgets",
@@ -171,10 +171,10 @@ class _Places:
 
     def dress(self, ax: Axes) -> None:
         if len(self.budgets) == 1:
-            ax.set_xticks(range(len(self.architectures)), [label(a) for a in self.architectures])
-            ax.set_xlim(-0.6, len(self.architectures) - 0.4)
-            if len(self.architectures) > 4:
-                ax.tick_params(axis="x", rotation=60)
+            names = [label(a) for a in self.architectures]
+            short = sum(map(len, names)) <= 24  # else they would run into each other, and the legend has them, too
+            ax.set_xticks(range(len(names)) if short else [], names if short else [])
+            ax.set_xlim(-0.6, len(names) - 0.4)
             ax.grid(visible=False, axis="x")
             return
         ax.set_xscale("log", base=2)
@@ -245,11 +245,11 @@ def costs(study: Study) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         count = 2 if memory else 1
         figure, axes = panels(count, narrow, columns=2, height=0.9 + 0.42 * len(found))
-        _bars(axes[0], found, style, [cost.step_ms for cost in found], [_time_text(cost) for cost in found])
+        _bars(axes[0], found, style, [cost.step_ms for cost in found], [_time_text(cost) for cost in found], narrow)
         axes[0].set(xlabel="milliseconds per step", title="Time")
         if memory:
             values = [Interval(cost.memory_gib or 0.0, None, None, 1) for cost in memory]
-            _bars(axes[1], memory, style, values, [_memory_text(cost, baseline) for cost in memory])
+            _bars(axes[1], memory, style, values, [_memory_text(cost, baseline) for cost in memory], narrow)
             axes[1].set(xlabel="GiB", title="Memory")
         return figure
 
@@ -270,7 +270,7 @@ def costs(study: Study) -> Chart | Absent:
 
 
 def _bars(
-    ax: Axes, costs: tuple[Cost, ...] | list[Cost], style: dict[str, Look], values: list[Interval], texts: list[str]
+    ax: Axes, costs: Sequence[Cost], style: dict[str, Look], values: list[Interval], texts: list[str], narrow: bool
 ) -> None:
     longest = max(value.mean if value.high is None else value.high for value in values)
     for y, (cost, value, text) in enumerate(zip(costs, values, texts, strict=True)):
@@ -283,7 +283,7 @@ def _bars(
         ax.text(end + 0.02 * longest, y, text, va="center", fontsize=8.5)
     ax.set_yticks(range(len(costs)), [label(cost.architecture) for cost in costs])
     ax.set_ylim(len(costs) - 0.5, -0.5)
-    ax.set_xlim(0, 1.75 * longest)  # room for the texts
+    ax.set_xlim(0, (2.1 if narrow else 1.75) * longest)  # room for the texts
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.locator_params(axis="x", nbins=5)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from angpt.report.chart import Absent, Chart, Row
 from angpt.report.records import RunRecords, Study
-from angpt.report.style import DEPTH, GROUPS, fold_legend, panels, plain_log_axis, token_axis
+from angpt.report.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
 from angpt.report.text import label, quantity
 
 Values = NDArray[np.float64]
@@ -36,8 +36,7 @@ def input_norms(study: Study) -> Chart | Absent:
             _layer_lines(ax, tokens, values, depth)
             ax.set(title=label(architecture), ylabel="mean length of h")
         plain_log_axis(axes[0])
-        for ax in axes:
-            _label_outer(ax, narrow)
+        _dress(axes, narrow)
         _depth_bar(figure, axes, depth, narrow, last="out")
         return figure
 
@@ -59,30 +58,32 @@ def input_norms(study: Study) -> Chart | Absent:
 
 def alphas(study: Study) -> Chart | Absent:
     """The interpolation weights of the architectures that have them."""
-    title = "Interpolation weight α of each layer"
+    heading = "Interpolation weight α of each layer"
     runs = _runs(study, list(ALPHAS))
     if not runs:
         recorded = any(run.layers for run in study.runs)
-        return Absent(title, "No architecture here has an α." if recorded else NOTHING)
+        return Absent(heading, "No architecture here has an α." if recorded else NOTHING)
     series = [(run, name, _series(run, name)) for run in runs for name in ALPHAS if name in run.layers[-1]]
+    titles = [f"{label(run.result.architecture)}, {ALPHAS[name]}" for run, name, _ in series]
     depth = max(values.shape[1] for _, _, (_, values) in series)
+    columns = 4 if max(map(len, titles)) <= 24 else 2  # so that titles do not run into each other
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, columns=4 if len(series) == 4 else 2, height=2.6, sharey=True)
-        for ax, (run, name, (tokens, values)) in zip(axes, series, strict=True):
+        figure, axes = panels(len(series), narrow, columns=columns, height=2.6, sharey=True)
+        for ax, title, (_, _, (tokens, values)) in zip(axes, titles, series, strict=True):
             _layer_lines(ax, tokens, values, depth)
-            ax.set(title=f"{label(run.result.architecture)}, {ALPHAS[name]}", ylabel="mean of α")
-            _label_outer(ax, narrow)
+            ax.set(title=title, ylabel="mean of α")
+        _dress(axes, narrow)
         _depth_bar(figure, axes, depth, narrow)
         return figure
 
     ends = [
-        f"{label(run.result.architecture)}, {ALPHAS[name]}: {values[-1].min():.3g} to {values[-1].max():.3g}"
-        for run, name, (_, values) in series
+        f"{title}: {values[-1].min():.3g} to {values[-1].max():.3g}"
+        for title, (_, _, (_, values)) in zip(titles, series, strict=True)
     ]
     return Chart(
         name="alphas",
-        title=title,
+        title=heading,
         caption="How far each residual update moves from the stream h towards the output of attention or MLP: "
         f"the mean over dimensions of the learned α. {_which(runs)}",
         alt=f"Line charts. Range over layers at the end of training: {'; '.join(ends)}.",
@@ -115,8 +116,7 @@ def row_norms(study: Study) -> Chart | Absent:
             ax.set(title=label(architecture), ylabel="mean length of the rows")
         if logarithmic:
             plain_log_axis(axes[0])
-        for ax in axes:
-            _label_outer(ax, narrow)
+        _dress(axes, narrow)
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -179,11 +179,11 @@ def _layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
         ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
 
 
-def _label_outer(ax: Axes, narrow: bool) -> None:
-    token_axis(ax)
-    ax.set_xlim(left=0)
-    if not narrow:
-        ax.label_outer()
+def _dress(axes: list[Axes], narrow: bool) -> None:
+    for ax in axes:
+        token_axis(ax)
+        ax.set_xlim(left=0)
+    outer_labels(axes, narrow)
 
 
 def _depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
@@ -192,7 +192,9 @@ def _depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last:
     mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
     ticks = sorted({1, depth, *range(1, depth + 1, -(-depth // 8))})
     ticks = [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
-    options: dict[str, Any] = {"location": "bottom", "fraction": 0.04} if narrow else {"pad": 0.01, "fraction": 0.03}
+    inch = 1 / figure.get_figheight()
+    below: dict[str, Any] = {"location": "bottom", "fraction": 0.15 * inch, "pad": 0.05 * inch}
+    options = below if narrow else {"pad": 0.01, "fraction": 0.03}
     bar = figure.colorbar(mappable, ax=axes, ticks=ticks, label="layer", **options)
     bar.set_ticklabels([last if last and tick == depth else str(tick) for tick in ticks])
     bar.ax.minorticks_off()

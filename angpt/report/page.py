@@ -89,11 +89,11 @@ def _title(result: Result) -> str:
 def _state(result: Result) -> str:
     """How many runs have ended, and how."""
     counts = {status: sum(run.status == status for run in result.runs) for status in ("finished", "diverged")}
-    under_way = sum(run.status == "interrupted" for run in result.runs)
+    unfinished = sum(run.status == "interrupted" for run in result.runs)
     waiting = sum(run.status == "waiting" for run in result.runs)
     words = [f"{counts['finished']} of {text.plural(len(result.runs), 'run')} finished"]
     words += [f"{n} {word}" for n, word in
-              ((counts["diverged"], "diverged"), (under_way, "under way"), (waiting, "waiting")) if n]  # fmt: skip
+              ((counts["diverged"], "diverged"), (unfinished, "unfinished"), (waiting, "waiting")) if n]  # fmt: skip
     return ", ".join(words)
 
 
@@ -119,7 +119,7 @@ def _groups(result: Result) -> list[BudgetGroup]:
     return groups
 
 
-def _setup(study: Study) -> dict[str, str]:
+def _setup(study: Study) -> dict[str, list[str]]:
     """The settings of the runs; several values where they differ."""
     configs = [run.config for run in study.runs]
     return {
@@ -134,13 +134,13 @@ def _setup(study: Study) -> dict[str, str]:
     }
 
 
-def _environment(study: Study) -> dict[str, str]:
+def _environment(study: Study) -> dict[str, list[str]]:
     found = [run.summary.environment for run in study.runs if run.summary is not None]
     names = [*ENVIRONMENT, *sorted({key for e in found for key in e} - set(ENVIRONMENT))]
     rows = {ENVIRONMENT.get(name, name): _values(e[name] for e in found if name in e) for name in names}
-    return {name: value for name, value in rows.items() if value}
+    return {name: values for name, values in rows.items() if values}
 
 
-def _values(values: Iterable[str]) -> str:
+def _values(values: Iterable[str]) -> list[str]:
     """The different values, in the order of the runs."""
-    return "; ".join(dict.fromkeys(values))
+    return list(dict.fromkeys(values))

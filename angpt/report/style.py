@@ -117,8 +117,25 @@ def plain_log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
+def outer_labels(axes: list[Axes], narrow: bool) -> None:
+    """Label the axes at the left and at the bottom only, where panels stand in a grid and share them."""
+    spots = [ax.get_subplotspec() for ax in axes]
+    places = {(s.rowspan.start, s.colspan.start) for s in spots if s is not None}
+    for ax, spot in zip(axes, spots, strict=True):
+        if narrow or spot is None:
+            continue
+        if spot.colspan.start > 0:
+            ax.tick_params(labelleft=False)
+            ax.set_ylabel("")
+        if (spot.rowspan.start + 1, spot.colspan.start) in places:
+            ax.tick_params(labelbottom=False)
+            ax.set_xlabel("")
+
+
 def fold_legend(figure: Figure, axes: Axes, narrow: bool) -> None:
-    """One legend for all panels, above them."""
+    """One legend for all panels, above them, in as many columns as there is room for."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, names, loc="outside upper left", ncols=3 if narrow else 6, handlelength=2.2)
+        room = int((NARROW if narrow else WIDE) / (0.6 + 0.085 * max(map(len, names))))
+        rows = -(-len(names) // max(1, room))
+        figure.legend(handles, names, loc="outside upper left", ncols=-(-len(names) // rows), handlelength=2.2)

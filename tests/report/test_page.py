@@ -169,7 +169,7 @@ def test_a_comparison_under_way(tmp_path: Path) -> None:
     runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
     waiting = tmp_path / "runs" / results[3].name
     page = Page(write_report(tmp_path, [*runs, waiting], result, tmp_path / "out").read_text())
-    assert "Partial: 3 of 6 runs finished, 1 diverged, 1 under way, 1 waiting." in page.text
+    assert "Partial: 3 of 6 runs finished, 1 diverged, 1 unfinished, 1 waiting." in page.text
     assert "50 % done" in page.text
     assert_table_is_result(page.cells, result)
     assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS)

@@ -1,0 +1,84 @@
+"""Samples and the page from real runs: data prepared, models trained, both by the package itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from angpt.config import DataConfig, ModelConfig, TrainConfig
+from angpt.data.prepare import prepare
+from angpt.data.shards import TokenData
+from angpt.data.tokenizers import load_tokenizer
+from angpt.report import samples, write_report
+from angpt.report.records import RunRecords, Study
+from angpt.studies.results import RunResult
+from angpt.training.reporter import PlainReporter
+from angpt.training.trainer import start
+from tests.report.synthetic import make_result
+
+SILENT = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    texts = [f"document {i} is about the number {i * i}" for i in range(200)] + ["short"] * 40
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare((str(folder / "text.jsonl"),), folder / "tokens", tokenizer="bytes", val_fraction=0.2, workers=1,
+            console=SILENT)  # fmt: skip
+    return folder / "tokens"
+
+
+def test_prompts_are_the_beginnings_of_the_first_long_documents(data: Path) -> None:
+    val = TokenData.open(data, "val")
+    prompts = samples.first_documents(val)
+    text = load_tokenizer(data).decode(val.read(0, val.tokens).tolist(), skip_special_tokens=False)
+    long = [document for document in text.split("<|endoftext|>") if len(document) >= samples.PROMPT_TOKENS]
+    assert [bytes(row).decode() for row in prompts.tolist()] == [
+        document[: samples.PROMPT_TOKENS] for document in long[:3]
+    ]
+
+
+def test_a_sample_stops_where_the_model_ends_the_document(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+    eot = TokenData.open(data, "val").eot
+
+    def generate(model: object, prompts: torch.Tensor, new_tokens: int, **_: object) -> torch.Tensor:
+        added = torch.full((len(prompts), new_tokens), ord("x"))
+        added[0, 4] = eot
+        return torch.cat([prompts, added], dim=1)
+
+    monkeypatch.setattr(samples, "generate", generate)
+    monkeypatch.setattr(samples, "load_model", lambda path: None)
+    runs = [RunResult("run", "angpt", 0, 1000, "finished", 1.0, 0.01, 2.0, 1.0)]
+    config = TrainConfig(data=DataConfig(path=str(data)))
+    run = RunRecords(Path("run"), runs[0], config, None, (), ())
+    found = samples.make_samples(Study(make_result(runs), (run,))).samples
+    assert [(s.continuations[0].text, s.continuations[0].ended) for s in found] == [
+        ("xxxx", True), ("x" * 60, False), ("x" * 60, False)
+    ]  # fmt: skip
+
+
+def test_a_report_of_trained_models(data: Path, tmp_path: Path) -> None:
+    """What the trainer writes is what the report reads."""
+    results, folders = [], []
+    for architecture in ("gpt+", "angpt"):
+        model = ModelConfig(architecture=architecture, d_model=16, n_layers=2, n_heads=2, vocab_size=257, context=16)
+        config = TrainConfig(
+            model=model, data=DataConfig(path=str(data)), tokens="2560", batch_tokens=128, device="cpu"
+        )
+        folders.append(tmp_path / "runs" / architecture.strip("+"))
+        summary = start(config, folders[-1], PlainReporter(SILENT))
+        results.append(
+            RunResult(
+                folders[-1].name, architecture, 0, 2560, summary.status, 1.0, 0.01, summary.val_loss, summary.seconds
+            )
+        )
+    page = write_report(tmp_path, folders, make_result(results), tmp_path / "out")
+    html = page.read_text()
+    assert html.count("<svg ") == 12
+    assert html.count("<pre><span") == 6
+    assert torch.__version__ in html
+    losses = (tmp_path / "out" / "figures" / "loss.csv").read_text().splitlines()
+    assert losses[20].endswith(str(results[0].val_loss))
