@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from angpt.report.chart import Absent, Chart, Row
 from angpt.report.records import Evaluation, RunRecords, Study
-from angpt.report.style import INK, Look, fold_legend, looks, outer_labels, panels, token_axis
+from angpt.report.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.report.text import interval, label, listed, overhead, quantity, speedup
 from angpt.studies.results import Cell, Cost, Interval, SpeedUp
 
@@ -272,6 +272,8 @@ def costs(study: Study) -> Chart | Absent:
 def _bars(
     ax: Axes, costs: Sequence[Cost], style: dict[str, Look], values: list[Interval], texts: list[str], narrow: bool
 ) -> None:
+    names = [label(cost.architecture) for cost in costs]
+    texts = [text.replace(", ", "\n") for text in texts] if narrow else texts
     longest = max(value.mean if value.high is None else value.high for value in values)
     for y, (cost, value, text) in enumerate(zip(costs, values, texts, strict=True)):
         ax.barh(y, value.mean, height=0.55, color=style[cost.architecture].color, alpha=0.85)
@@ -281,9 +283,12 @@ def _bars(
             ax.errorbar([value.mean], [y], xerr=half, color=INK, lw=1.2, capsize=3, fmt="none")
             end = value.high
         ax.text(end + 0.02 * longest, y, text, va="center", fontsize=8.5)
-    ax.set_yticks(range(len(costs)), [label(cost.architecture) for cost in costs])
+    ax.set_yticks(range(len(costs)), names)
     ax.set_ylim(len(costs) - 0.5, -0.5)
-    ax.set_xlim(0, (2.1 if narrow else 1.75) * longest)  # room for the texts
+    # Room for the texts, in inches: a letter takes about 0.08.
+    width = (NARROW if narrow else WIDE / 2) - 0.4 - 0.08 * max(map(len, names))
+    needed = 0.1 + 0.08 * max(len(line) for text in texts for line in text.split("\n"))
+    ax.set_xlim(0, longest * width / max(width - needed, width / 4))
     ax.tick_params(axis="y", length=0)
     ax.grid(visible=False, axis="y")
     ax.locator_params(axis="x", nbins=5)

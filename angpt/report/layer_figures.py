@@ -152,7 +152,7 @@ def _which(runs: Sequence[RunRecords]) -> str:
 
 
 def _series(run: RunRecords, name: str) -> tuple[Values, Values]:
-    """Tokens (T,) and values (T, layers); null, which stands for what is not finite, becomes NaN."""
+    """Tokens (T,) and values (T, layers)."""
     records = [record for record in run.layers if name in record]
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     return tokens, np.array([np.atleast_1d(record[name]) for record in records], dtype=np.float64)

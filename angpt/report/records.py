@@ -42,8 +42,13 @@ class Study:
         return [run for run in self.runs if run.result.architecture == architecture]
 
     def representative(self, architecture: str) -> RunRecords | None:
-        """The run that stands for an architecture where one is shown: its largest budget, of these the first seed."""
-        return min(self.of(architecture), key=lambda run: (-run.result.budget, run.result.seed), default=None)
+        """The run that stands for an architecture where one is shown: of its largest budget the first seed, or the
+        first that has not diverged."""
+
+        def order(run: RunRecords) -> tuple[int, bool, int]:
+            return -run.result.budget, run.result.status == "diverged", run.result.seed
+
+        return min(self.of(architecture), key=order, default=None)
 
 
 def read_study(folders: Sequence[Path], result: Result) -> Study:
@@ -53,6 +58,8 @@ def read_study(folders: Sequence[Path], result: Result) -> Study:
         run = next((run for run in result.runs if _ends_with(path, run.name)), None)
         if run is None:
             raise UserError(f"{path}: not among the runs of the result; work out the result of the comparison again")
+        if run.name in found:
+            raise UserError(f"{path}: there are two runs of the name {run.name}; rename the folder of one")
         if run.status != "waiting" or (path / "config.toml").exists():
             found[run.name] = _read(path, run)
     return Study(result, tuple(found[run.name] for run in result.runs if run.name in found))
@@ -68,11 +75,16 @@ def _read(path: Path, result: RunResult) -> RunRecords:
     evaluations, layers = [], []
     try:
         for record in run.records():
-            # A value that was not finite is written as null.
-            if record["kind"] == "val" and record["val_loss"] is not None:
+            if _has_null(record):  # which stands for a value that was not finite: there is nothing to draw
+                continue
+            if record["kind"] == "val":
                 evaluations.append(Evaluation(record["tokens"], record["seconds"], record["val_loss"]))
             elif record["kind"] == "layers":
                 layers.append(record)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
     return RunRecords(path, result, run.config(), run.summary(), tuple(evaluations), tuple(layers))
+
+
+def _has_null(record: dict[str, Any]) -> bool:
+    return any(value is None or (isinstance(value, list) and None in value) for value in record.values())

@@ -65,7 +65,9 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
             lines.append({"kind": "train", **head, "loss": curve(run, step / steps), "seconds": 0.1 * step})
             lines.append({"kind": "val", **head, "val_loss": curve(run, step / steps), "seconds": 0.1 * step})
     if run.status == "diverged":
-        lines.append({"kind": "val", "step": done, "tokens": done * BATCH, "val_loss": None, "seconds": 0.1 * done})
+        head = {"step": done, "tokens": done * BATCH}
+        lines.append({"kind": "val", **head, "val_loss": None, "seconds": 0.1 * done})
+        lines.append({"kind": "layers", **head, "input_norm": [1.0, None, None, None], "W_e": None})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     made.metrics.write_text(text + ('{"kind": "tr' if run.status == "interrupted" else ""))
     if saved:

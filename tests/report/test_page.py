@@ -10,7 +10,7 @@ import pytest
 
 from angpt.errors import UserError
 from angpt.report import text, write_report
-from angpt.studies.results import Result
+from angpt.studies.results import Interval, Result, SpeedUp
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -161,15 +161,16 @@ def test_each_model_continues_the_same_prompts(complete: Written) -> None:
 
 
 def test_a_comparison_under_way(tmp_path: Path) -> None:
+    """One run is done by half and one has not started; both runs of anGPT have diverged."""
     results = run_results(budgets=(40_000,))
     results[1] = dataclasses.replace(results[1], status="interrupted", progress=0.5)
-    results[2] = dataclasses.replace(results[2], status="diverged", progress=0.3, val_loss=None)
     results[3] = dataclasses.replace(results[3], status="waiting", progress=0.0, val_loss=None, seconds=None)
+    results[4:] = [dataclasses.replace(run, status="diverged", progress=0.3, val_loss=None) for run in results[4:]]
     result = make_result(results, complete=False)
     runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
     waiting = tmp_path / "runs" / results[3].name
     page = Page(write_report(tmp_path, [*runs, waiting], result, tmp_path / "out").read_text())
-    assert "Partial: 3 of 6 runs finished, 1 diverged, 1 unfinished, 1 waiting." in page.text
+    assert "Partial: 2 of 6 runs finished, 2 diverged, 1 unfinished, 1 waiting." in page.text
     assert "50 % done" in page.text
     assert_table_is_result(page.cells, result)
     assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS)
@@ -228,6 +229,21 @@ def test_a_folder_that_the_result_does_not_name_is_an_error(complete: Written, t
     stranger = make_run(tmp_path / "stranger", complete.result.runs[0], tmp_path)
     with pytest.raises(UserError, match=r"stranger: not among the runs"):
         write_report(tmp_path, [stranger], complete.result, tmp_path / "out")
+
+
+def test_two_folders_of_one_name_are_an_error(complete: Written, tmp_path: Path) -> None:
+    twin = make_run(tmp_path / complete.runs[0].name, complete.result.runs[0], tmp_path)
+    with pytest.raises(UserError, match="two runs of the name"):
+        write_report(tmp_path, [*complete.runs, twin], complete.result, tmp_path / "out")
+
+
+def test_numbers_read_well() -> None:
+    assert [text.quantity(n) for n in (950, 400_000, 1_500_000, 2_000_000_000)] == ["950", "400k", "1.5M", "2B"]
+    assert [text.duration(s) for s in (1.25, 119, 150, 7300)] == ["1.2 s", "119.0 s", "2.5 min", "2.0 h"]
+    assert text.interval(Interval(2.34567, None, None, 1), 4) == "2.3457"
+    assert text.overhead(Interval(-0.0312, -0.041, -0.021, 3)) == "−3.1 % ± 1.0 %"
+    assert text.speedup(SpeedUp(1.7999, None, None, ">")) == "> 1.80×"
+    assert text.label("angpt/no-lerp") == "anGPT no-lerp"
 
 
 def test_broken_metrics_are_an_error_that_names_the_file(complete: Written, tmp_path: Path) -> None:
