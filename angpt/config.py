@@ -216,10 +216,10 @@ def parse_budget(text: str, parameters: int) -> int:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {
-        "model": {"d_model": 128, "n_layers": 4, "n_heads": 4, "vocab_size": 4096, "context": 256},
-        "tokens": "1M",
-        "batch_tokens": 8192,
-        "eval_tokens": 65_536,
+        "model": {"d_model": 96, "n_layers": 4, "n_heads": 3, "vocab_size": 2048, "context": 128},
+        "tokens": "600k",
+        "batch_tokens": 2048,
+        "eval_tokens": 16_384,
     },
     **{
         name: {"model": {"d_model": d, "n_layers": layers, "n_heads": heads}}
@@ -287,14 +287,13 @@ def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as the annotated type, or an error that names `path`. An int is welcome where a float is expected."""
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise UserError(f"{path} must be a table, not {value!r}")
-        return from_dict(kind, value, path)  # type: ignore[arg-type]
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     for option in options:
         origin = get_origin(option)
-        if origin is Literal:
+        if dataclasses.is_dataclass(option):
+            if isinstance(value, dict):
+                return from_dict(option, value, path)  # type: ignore[arg-type]
+        elif origin is Literal:
             if value in get_args(option):
                 return value
         elif origin is tuple:
@@ -307,16 +306,18 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             return float(value)
         elif isinstance(value, option) and isinstance(value, bool) == (option is bool):
             return value
-    raise UserError(f"{path} must be {_describe(options)}, not {value!r}")
+    raise UserError(f"{path} must be {' or '.join(_words(options))}, not {value!r}")
 
 
-def _describe(options: tuple[Any, ...]) -> str:
-    words = []
+def _words(options: tuple[Any, ...]) -> list[str]:
+    """What a value may be, for an error message."""
+    plain = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+    words: list[str] = []
     for option in options:
         if get_origin(option) is Literal:
             words += [repr(v) for v in get_args(option)]
-        elif get_origin(option) in (tuple, dict):
-            words.append({tuple: "a list", dict: "a table"}[get_origin(option)])
+        elif get_origin(option) is tuple:
+            words.append("a list")
         elif option is not NoneType:
-            words.append({int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[option])
-    return " or ".join(words)
+            words.append(plain.get(option, "a table"))
+    return words

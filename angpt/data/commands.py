@@ -27,7 +27,7 @@ def prepare(
             .gz .xz .zst. Files named train and val, or folders of these names, are the data set's own splits.
         out: Folder to write; data/ and the name of the source unless given.
         tokenizer: A tokenizer.json (or a folder with one), bytes, bpe:N (trained on the text), or a name on the hub.
-            EleutherAI/gpt-neox-20b unless given; bpe:4096 for stdlib.
+            EleutherAI/gpt-neox-20b unless given; bpe:2048 for stdlib.
         column: The column that holds the text, in .jsonl, .parquet and data sets of the hub.
         subset: Configuration of a data set of the hub.
         hub_split: Split of a data set of the hub to take documents from, in place of its train and validation splits.

@@ -39,7 +39,7 @@ from angpt.errors import UserError
 
 SHARD_BYTES = 128 << 20
 CHUNK_BYTES = 1 << 20
-STDLIB_DEFAULTS = ("bpe:4096", 0.05)
+STDLIB_DEFAULTS = ("bpe:2048", 0.05)
 DEFAULTS = ("EleutherAI/gpt-neox-20b", 0.01)
 
 Documents = Callable[[], Iterator[tuple[SplitName, Piece]]]

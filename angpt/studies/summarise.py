@@ -13,7 +13,7 @@ from angpt.training.run import Run, Summary
 def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result:
     """The result of runs that are given by their folder, which need not exist yet, and their configuration."""
     found = [_run_result(folder, config) for folder, config in runs]
-    summaries = {folder.name: _summary(folder) for folder, _ in runs}
+    summaries = {folder.resolve().name: _summary(folder) for folder, _ in runs}
     architectures = tuple(dict.fromkeys(r.architecture for r in found))
     budgets = tuple(sorted({r.budget for r in found}))
     finished = [r for r in found if r.status == "finished" and r.val_loss is not None]
@@ -73,7 +73,7 @@ def _run_result(folder: Path, config: TrainConfig) -> RunResult:
     else:
         status, step = "waiting", 0  # type: ignore[assignment]
     return RunResult(
-        name=folder.name,
+        name=folder.resolve().name,
         architecture=config.model.architecture,
         seed=config.seed,
         budget=parse_budget(plan.config.tokens, plan.parameters),

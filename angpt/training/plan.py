@@ -26,7 +26,8 @@ class Rule:
     """The training defaults of an architecture."""
 
     lr: float
-    lr_exponent: float
+    lr_exponents: tuple[float, ...]
+    """Below and above the anchor."""
     batch_tokens: int
     batch_exponent: float
     weight_decay: float
@@ -34,7 +35,8 @@ class Rule:
 
     def lr_at(self, parameters: int) -> float:
         """Rounded to two digits: more would pretend to know more."""
-        return float(f"{self.lr * (parameters / ANCHOR) ** self.lr_exponent:.2g}")
+        exponent = self.lr_exponents[parameters > ANCHOR]
+        return float(f"{self.lr * (parameters / ANCHOR) ** exponent:.2g}")
 
     def batch_at(self, parameters: int, context: int) -> int:
         """Rounded to a power of two sequences."""

@@ -25,7 +25,7 @@ def test_defaults_for_the_standard_library(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tyro.cli(prepare, args=["stdlib"])
     index = Index.read(tmp_path / "data" / "stdlib")
-    assert (index.recipe.tokenizer, index.vocab_size, index.recipe.val_fraction) == ("bpe:4096", 4096, 0.05)
+    assert (index.recipe.tokenizer, index.vocab_size, index.recipe.val_fraction) == ("bpe:2048", 2048, 0.05)
     assert index.train.tokens > 10 * index.val.tokens > 100_000
 
 

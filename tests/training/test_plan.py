@@ -55,9 +55,10 @@ def test_defaults_of_the_architectures():
 
 
 def test_rules_are_power_laws_anchored_at_32m():
-    rule = Rule(lr=8e-3, lr_exponent=-0.5, batch_tokens=2**17, batch_exponent=0.5, weight_decay=0, warmup=0)
+    rule = Rule(lr=8e-3, lr_exponents=(0.25, -0.5), batch_tokens=2**17, batch_exponent=0.5, weight_decay=0, warmup=0)
     assert rule.lr_at(32_000_000) == 8e-3
     assert rule.lr_at(128_000_000) == 4e-3
+    assert rule.lr_at(2_000_000) == 4e-3
     assert rule.batch_at(32_000_000, 2048) == 2**17
     assert rule.batch_at(128_000_000, 2048) == 2**18
     assert rule_for("angpt/no-lerp") == rule_for("angpt")
