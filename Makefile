@@ -1,10 +1,17 @@
-# `make test` needs nothing but Python >= 3.11: it makes .venv, installs, then checks style, types and behaviour.
+# Both commands need nothing but Python >= 3.11; the first of them makes .venv and installs.
+#   make compare   GPT+, nGPT and anGPT side by side on this machine, and a page that shows it
+#   make test      style, types and behaviour
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: test test-slow lint format docs clean
+PREPARED := data/stdlib/index.json
+
+.PHONY: compare test test-slow lint format docs clean
+
+compare: $(PREPARED)
+	$(BIN)/angpt compare --preset laptop --budgets 300k 600k --seeds 0 1 2
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
@@ -33,6 +40,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+
+$(PREPARED): | $(INSTALLED)
+	$(BIN)/angpt data prepare stdlib
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

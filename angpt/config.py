@@ -177,13 +177,13 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on a GPU."""
     eval_every: int | None = None
-    """Steps between evaluations; a twentieth of the run unless given. The last step is always evaluated."""
+    """Steps between evaluations; a tenth of the run unless given. The last step is always evaluated."""
     eval_tokens: int = 1_048_576
-    """Validation tokens per evaluation, the same ones each time (all, where there are fewer)."""
+    """Validation tokens per evaluation, spread over the split, the same ones each time (all, where there are fewer)."""
     log_every: int = 10
     """Steps between looks at the losses, when they are written and checked; the device runs free in between."""
     layers_every: int | None = None
-    """Steps between records of each layer (input norm, α, row norms); a hundredth of the run unless given, 0: never."""
+    """Steps between records of each layer (input norm, α, row norms); a fiftieth of the run unless given, 0: never."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; a tenth of the run unless given. One is always written at the end."""
     keep_checkpoints: int = 2
@@ -216,10 +216,10 @@ def parse_budget(text: str, parameters: int) -> int:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "laptop": {
-        "model": {"d_model": 96, "n_layers": 4, "n_heads": 3, "vocab_size": 2048, "context": 128},
+        "model": {"d_model": 96, "n_layers": 3, "n_heads": 3, "vocab_size": 2048, "context": 128},
         "tokens": "600k",
         "batch_tokens": 2048,
-        "eval_tokens": 16_384,
+        "eval_tokens": 24_576,
     },
     **{
         name: {"model": {"d_model": d, "n_layers": layers, "n_heads": heads}}

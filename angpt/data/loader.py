@@ -103,9 +103,13 @@ class Loader:
 def validation_batches(
     data: TokenData, context: int, batch_size: int, max_windows: int | None = None
 ) -> Iterator[NDArray[np.int64]]:
-    """The first `max_windows` windows (all of them if None) in their order; the last batch may be smaller."""
+    """`max_windows` windows spread evenly over the data (all of them if None), in order; the last batch may be smaller.
+
+    Spread, because a validation split is a list of documents, and its first ones are not typical.
+    """
     windows = count_windows(data, context)
-    starts = np.arange(windows if max_windows is None else min(windows, max_windows), dtype=np.int64) * context
+    chosen = windows if max_windows is None else min(windows, max_windows)
+    starts = np.arange(chosen, dtype=np.int64) * windows // chosen * context
     for i in range(0, len(starts), batch_size):
         yield data.gather(starts[i : i + batch_size], context + 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from angpt.report import text
+from angpt import text
 from angpt.report.chart import Absent, Chart, Drawn, write_chart
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.layer_figures import alphas, input_norms, row_norms

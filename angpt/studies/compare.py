@@ -165,8 +165,8 @@ def run_name(architecture: str, budget: int, seed: int) -> str:
 
 
 def short(tokens: int) -> str:
-    """1500000 as 1.5M."""
+    """1500000 as 1.5M, with every digit, for it makes names of folders."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if tokens >= size:
-            return f"{tokens / size:.4g}{unit}"
+            return f"{tokens / size:.12g}{unit}"
     return str(tokens)

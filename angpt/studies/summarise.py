@@ -6,6 +6,7 @@ from pathlib import Path
 from angpt.config import TrainConfig, parse_budget
 from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
 from angpt.studies.speedup import Point, group, mean_loss, mean_of, pooled_deviation, speed_up
+from angpt.text import label
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 
@@ -114,15 +115,6 @@ def _costs(
     return tuple(costs)
 
 
-NAMES = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
-
-
-def display_name(architecture: str) -> str:
-    """anGPT/no-lerp for angpt/no-lerp."""
-    base, slash, variant = architecture.partition("/")
-    return NAMES[base] + slash + variant
-
-
 def verdict(
     cells: Sequence[Cell], costs: Sequence[Cost], baseline: str, architectures: Sequence[str], complete: bool
 ) -> str:
@@ -134,7 +126,7 @@ def verdict(
     if len(ranked) < 2 or baseline not in {c.architecture for c in ranked}:
         return "Too few runs have finished for a verdict."
     best = next((c for c in ranked if c.architecture != baseline), ranked[0])
-    name, base = display_name(best.architecture), display_name(baseline)
+    name, base = label(best.architecture), label(baseline)
     ours, theirs = best.val_loss, next(c.val_loss for c in ranked if c.architecture == baseline)
     assert ours is not None
     assert theirs is not None

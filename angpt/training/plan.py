@@ -109,8 +109,8 @@ def make_plan(cfg: TrainConfig) -> Plan:
     lr = optimizer.lr or rule.lr_at(parameters)
     warmup = rule.warmup if optimizer.warmup is None else optimizer.warmup
     decay = rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay
-    eval_every = cfg.eval_every or math.ceil(steps / 20)
-    layers_every = math.ceil(steps / 100) if cfg.layers_every is None else cfg.layers_every
+    eval_every = cfg.eval_every or math.ceil(steps / 10)
+    layers_every = math.ceil(steps / 50) if cfg.layers_every is None else cfg.layers_every
     checkpoint_every = cfg.checkpoint_every or math.ceil(steps / 10)
     resolved = dataclasses.replace(
         cfg,

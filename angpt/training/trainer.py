@@ -32,7 +32,7 @@ from angpt.training.run import MetricsWriter, Run, Status, Summary, environment
 from angpt.training.sinks import sinks_for
 
 LAYER_TOKENS = 4096
-"""Validation tokens over which the input norms of the layers are averaged."""
+"""Validation tokens over which the input norms of the layers are averaged, but never more than a batch has."""
 
 
 class Diverged(Exception):
@@ -162,7 +162,7 @@ class Trainer:
         plan, config = self.plan, self.config
         loader = Loader(self.train_data, config.model.context, plan.sequences, config.seed)
         self.peak = peak_flops(plan.device, plan.dtype)
-        self.layer_tokens = self.first_windows()
+        self.layer_tokens = self.layer_windows()
         if self.step == 0:
             self.record_layers()
         with Prefetcher(loader, self.step, plan.device, documents=config.data.mask_documents) as batches:
@@ -252,7 +252,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the first `eval_tokens` of the validation split."""
+        """Mean loss over `eval_tokens` of the validation split, the same ones each time."""
         losses = []
         for tokens in self.validation_windows():
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -273,9 +273,10 @@ class Trainer:
         for tokens in validation_batches(self.val_data, context, size, wanted // size * size):
             yield torch.from_numpy(tokens).to(self.plan.device)
 
-    def first_windows(self) -> Tensor:
+    def layer_windows(self) -> Tensor:
         context = self.config.model.context
-        windows = next(validation_batches(self.val_data, context, max(1, LAYER_TOKENS // context)))
+        count = max(1, min(LAYER_TOKENS, self.plan.batch_tokens) // context)
+        windows = next(validation_batches(self.val_data, context, count, count))
         return torch.from_numpy(windows[:, :-1]).to(self.plan.device)
 
     def record_layers(self) -> None:

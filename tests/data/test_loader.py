@@ -116,7 +116,9 @@ def test_validation_is_in_order(stream):
     batches = list(validation_batches(stream, 100, 4))
     assert [len(batch) for batch in batches] == [4, 4, 1]
     assert np.array_equal(np.concatenate(batches)[:, 0], np.arange(9) * 100)
-    assert [len(batch) for batch in validation_batches(stream, 100, 4, max_windows=5)] == [4, 1]
+    spread = list(validation_batches(stream, 100, 4, max_windows=5))
+    assert [len(batch) for batch in spread] == [4, 1]
+    assert np.concatenate(spread)[:, 0].tolist() == [0, 100, 300, 500, 700]
 
 
 def test_prefetcher_gives_the_batches_of_the_loader(stream):

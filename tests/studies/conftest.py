@@ -1,0 +1,35 @@
+import pytest
+
+from angpt.config import TrainConfig, from_dict
+from angpt.studies.config import CompareConfig
+from tests.training.conftest import VOCAB, write_tokens
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def tiny(data, **overrides):
+    """Runs of a second: 8 and 16 steps of 256 tokens."""
+    model = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": VOCAB, "context": 32}
+    train = {
+        "model": model,
+        "data": {"path": str(data)},
+        "batch_tokens": 256,
+        "eval_tokens": 512,
+        "checkpoint_every": 2,
+        "device": "cpu",
+    }
+    values = {"seeds": (0, 1), "budgets": ("2048", "4096"), "train": from_dict(TrainConfig, train)}
+    return CompareConfig(**(values | overrides))
+
+
+def without_timing(result):
+    """What of a result does not depend on a clock."""
+    cells = [{k: v for k, v in cell.items() if k != "speedup_seconds"} for cell in result["cells"]]
+    runs = [{k: v for k, v in run.items() if k != "seconds"} for run in result["runs"]]
+    return {k: result[k] for k in ("baseline", "architectures", "budgets", "seeds", "complete")} | {
+        "cells": cells,
+        "runs": runs,
+    }

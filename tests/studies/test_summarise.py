@@ -1,0 +1,57 @@
+import pytest
+
+from angpt.studies.results import Cell, Cost, Interval, SpeedUp
+from angpt.studies.summarise import verdict
+
+
+def cell(architecture, budget, mean, spread=0.01, speedup=None):
+    return Cell(architecture, budget, Interval(mean, mean - spread, mean + spread, 3), 0, speedup, None)
+
+
+COSTS = [
+    Cost("gpt+", 1, Interval(10, 9, 11, 3), None, None),
+    Cost("angpt", 1, Interval(10, 9, 11, 3), Interval(0.03, 0, 0.05, 3), 1),
+]
+NAMES = ("gpt+", "ngpt", "angpt")
+
+
+def test_a_clear_win():
+    speedups = SpeedUp(1.4, 1.3, 1.5, "="), SpeedUp(1.0, None, None, ">")
+    cells = [
+        cell("gpt+", 1, 3.2),
+        cell("gpt+", 2, 3.0),
+        cell("ngpt", 2, 2.95),
+        cell("angpt", 1, 3.1, speedup=speedups[0]),
+        cell("angpt", 2, 2.9, speedup=speedups[1]),
+    ]
+    assert verdict(cells, COSTS, "gpt+", NAMES, True) == (
+        "anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000); for the same loss GPT+ needs 1.40 times the tokens "
+        "(1.30 to 1.50); a step takes 3.0% more time."
+    )
+
+
+def test_a_tie_is_called_one():
+    cells = [cell("gpt+", 1, 3.0, 0.1), cell("angpt", 1, 2.95, 0.1)]
+    assert "that the seeds do not tell apart" in verdict(cells, COSTS, "gpt+", NAMES, True)
+
+
+def test_a_loss_is_called_one():
+    cells = [cell("gpt+", 1, 3.0), cell("angpt", 1, 3.3, speedup=SpeedUp(0.8, None, None, "<"))]
+    assert verdict(cells, [], "gpt+", NAMES, True) == (
+        "anGPT ends 10.0% above GPT+ in loss (3.300 against 3.000); "
+        "for the same loss GPT+ needs less than 0.80 times the tokens."
+    )
+
+
+def test_one_seed_has_no_error_bars():
+    cells = [Cell(n, 1, Interval(m, None, None, 1), 0, None, None) for n, m in (("gpt+", 3.0), ("angpt", 2.9))]
+    assert verdict(cells, [], "gpt+", NAMES, True).endswith("(one seed: no error bars).")
+
+
+@pytest.mark.parametrize("cells", [[], [cell("gpt+", 1, 3.0)], [cell("angpt", 1, 3.0), cell("ngpt", 1, 3.0)]])
+def test_too_little_to_tell(cells):
+    assert verdict(cells, [], "gpt+", NAMES, False) == "Too few runs have finished for a verdict."
+
+
+def test_under_way():
+    assert verdict([cell("gpt+", 1, 3.0), cell("angpt", 1, 2.0)], [], "gpt+", NAMES, False).startswith("So far: anGPT")
