@@ -6,7 +6,7 @@ from pathlib import Path
 from angpt.config import TrainConfig, parse_budget
 from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
 from angpt.studies.speedup import Point, group, mean_loss, mean_of, pooled_deviation, speed_up
-from angpt.text import label
+from angpt.text import label, quantity
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 
@@ -139,18 +139,17 @@ def verdict(
     else:
         sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss"
         sentence += f" ({ours.mean:.3f} against {theirs.mean:.3f})"
-    if gain := _gain(cells, best.architecture):
-        sentence += f"; for the same loss {base} needs {gain}"
+    if gain := _gain(cells, best.architecture, base):
+        sentence += f"; {gain}"
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
-        more = cost.overhead.mean
-        sentence += f"; a step takes {abs(more):.1%} {'more' if more >= 0 else 'less'} time"
+        sentence += f"; {_time(cost.overhead)}"
     if ours.low is None:
         sentence += " (one seed: no error bars)"
     return start + sentence + "."
 
 
-def _gain(cells: Sequence[Cell], architecture: str) -> str | None:
+def _gain(cells: Sequence[Cell], architecture: str, base: str) -> str | None:
     """The speed-up at the largest budget where it is known, and not only bounded; else the bound."""
     own = [c for c in cells if c.architecture == architecture and c.speedup_tokens]
     exact = [c for c in own if c.speedup_tokens and c.speedup_tokens.relation == "="]
@@ -161,7 +160,15 @@ def _gain(cells: Sequence[Cell], architecture: str) -> str | None:
     assert s is not None
     words = {"=": "", ">": "more than ", "<": "less than "}[s.relation]
     interval = f" ({s.low:.2f} to {s.high:.2f})" if s.low is not None and s.high is not None else ""
-    return f"{words}{s.value:.2f} times the tokens{interval}"
+    return (
+        f"for its loss after {quantity(cell.budget)} tokens {base} needs {words}{s.value:.2f} times as many{interval}"
+    )
+
+
+def _time(overhead: Interval) -> str:
+    if overhead.low is not None and overhead.high is not None and overhead.low <= 0 <= overhead.high:
+        return f"a step takes the same time (to within {max(-overhead.low, overhead.high):.1%})"
+    return f"a step takes {abs(overhead.mean):.1%} {'more' if overhead.mean >= 0 else 'less'} time"
 
 
 def _overlap(one: Interval, two: Interval) -> bool:

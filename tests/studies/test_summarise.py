@@ -10,7 +10,7 @@ def cell(architecture, budget, mean, spread=0.01, speedup=None):
 
 COSTS = [
     Cost("gpt+", 1, Interval(10, 9, 11, 3), None, None),
-    Cost("angpt", 1, Interval(10, 9, 11, 3), Interval(0.03, 0, 0.05, 3), 1),
+    Cost("angpt", 1, Interval(10, 9, 11, 3), Interval(0.03, 0.01, 0.05, 3), 1),
 ]
 NAMES = ("gpt+", "ngpt", "angpt")
 
@@ -25,8 +25,8 @@ def test_a_clear_win():
         cell("angpt", 2, 2.9, speedup=speedups[1]),
     ]
     assert verdict(cells, COSTS, "gpt+", NAMES, True) == (
-        "anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000); for the same loss GPT+ needs 1.40 times the tokens "
-        "(1.30 to 1.50); a step takes 3.0% more time."
+        "anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000); for its loss after 1 tokens GPT+ needs 1.40 times "
+        "as many (1.30 to 1.50); a step takes 3.0% more time."
     )
 
 
@@ -39,8 +39,14 @@ def test_a_loss_is_called_one():
     cells = [cell("gpt+", 1, 3.0), cell("angpt", 1, 3.3, speedup=SpeedUp(0.8, None, None, "<"))]
     assert verdict(cells, [], "gpt+", NAMES, True) == (
         "anGPT ends 10.0% above GPT+ in loss (3.300 against 3.000); "
-        "for the same loss GPT+ needs less than 0.80 times the tokens."
+        "for its loss after 1 tokens GPT+ needs less than 0.80 times as many."
     )
+
+
+def test_a_cost_that_is_none_is_called_none():
+    costs = [COSTS[0], Cost("angpt", 1, Interval(10, 9, 11, 3), Interval(-0.01, -0.04, 0.02, 3), 1)]
+    found = verdict([cell("gpt+", 1, 3.0), cell("angpt", 1, 2.0)], costs, "gpt+", NAMES, True)
+    assert found.endswith("a step takes the same time (to within 4.0%).")
 
 
 def test_one_seed_has_no_error_bars():
