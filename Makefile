@@ -11,7 +11,7 @@ PREPARED := data/stdlib/index.json
 .PHONY: compare test test-slow lint format docs clean
 
 compare: $(PREPARED)
-	$(BIN)/angpt compare --preset laptop --budgets 300k 600k --seeds 0 1 2
+	$(BIN)/angpt compare --preset laptop --out studies/compare --budgets 300k 600k --seeds 0 1 2
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,9 @@ app.command(data, name="data", help="Text to tokens: prepare a folder to train f
 out = Console()
 err = Console(stderr=True)
 
+EXTRAS = {"report": ("scipy", "matplotlib", "jinja2"), "data": ("datasets", "pyarrow")}
+"""Optional packages, by the extra that installs them."""
+
 DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, the approximately normalized transformer.
 
 `angpt COMMAND --help` explains a command and all its options; `angpt --version` prints the version."""
@@ -34,6 +38,7 @@ DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, t
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     if args == ["--version"]:
         print(f"angpt {__version__}")
         return
@@ -43,6 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         app.cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
     except UserError as error:
         err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = next((name for name, packages in EXTRAS.items() if error.name in packages), None)
+        if extra is None:
+            raise
+        err.print(f"[bold red]error:[/] this needs {error.name}: pip install 'angpt\\[{extra}]'", highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -111,6 +122,10 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
     """
     from angpt.models.factor_report import draw_concentration, factor_tables
 
+    if draws < 1:
+        raise UserError(f"draws = {draws}: at least one is needed")
+    if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"{figure}: a figure is a .png, .svg or .pdf file")
     for table in factor_tables(ModelConfig.size(size), draws, seed):
         out.print(table)
     if figure is not None:

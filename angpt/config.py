@@ -150,9 +150,12 @@ class OptimizerConfig:
         for name in ("lr", "eps", "clip"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"optimizer.{name} must be positive, not {value}")
-        for name in ("beta1", "beta2", "warmup", "final_lr", "weight_decay"):
+        for name in ("warmup", "final_lr", "weight_decay"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 1, f"optimizer.{name} must be in [0, 1], not {value}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name} must be in [0, 1), not {value}")
 
 
 @dataclass(frozen=True)
@@ -199,13 +202,13 @@ class TrainConfig:
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(self.keep_checkpoints > 0, f"keep_checkpoints must be positive, not {self.keep_checkpoints}")
         _require(self.layers_every is None or self.layers_every >= 0, "layers_every must not be negative")
-        _require(self.seed >= 0, f"seed must not be negative, not {self.seed}")
+        _require(0 <= self.seed < 2**63, f"seed must not be negative or over 2⁶³, not {self.seed}")
         parse_budget(self.tokens, parameters=1)
 
 
 def parse_budget(text: str, parameters: int) -> int:
     """A token budget in tokens: "100M", "2e9", "1_000_000", or "20x", twenty times the number of parameters."""
-    match = re.fullmatch(r"([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)\s*([kKmMbBxX]?)", text.strip())
+    match = re.fullmatch(r"([0-9]+(?:_[0-9]+)*\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBxX]?)", text.strip())
     _require(match is not None, f"tokens = {text!r} is no budget; write a number (100M, 2e9) or a multiple (20x)")
     assert match is not None
     unit = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "x": parameters}[match[2].lower()]
@@ -259,8 +262,9 @@ def to_toml(config: Any, prefix: str = "") -> str:
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
         elif value is not None:
-            # JSON writes strings, numbers, booleans and lists of them as TOML does (but not inf and nan).
-            values.append(f"{key} = {json.dumps(list(value) if isinstance(value, tuple) else value)}\n")
+            # JSON writes strings, numbers, booleans and lists of them as TOML does, but for infinity.
+            text = json.dumps(list(value) if isinstance(value, tuple) else value)
+            values.append(f"{key} = {'inf' if text == 'Infinity' else text}\n")
     return "".join(values + tables)
 
 

@@ -155,7 +155,7 @@ class Prefetcher:
     ) -> None:
         self.loader, self.rank, self.world = loader, rank, world
         self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, which the thread must know
-        self.eot = _end_of_text(loader.data) if documents else None
+        self.eot = end_of_text(loader.data) if documents else None
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(start,), name="prefetch", daemon=True)
@@ -210,7 +210,7 @@ class Prefetcher:
         return batch.map(Tensor.pin_memory) if self.device.type == "cuda" else batch
 
 
-def _end_of_text(data: TokenData) -> int:
+def end_of_text(data: TokenData) -> int:
     if data.eot is None:
         raise UserError(f"{data.path}: raw tokens do not say where documents end; use a folder that was prepared")
     return data.eot

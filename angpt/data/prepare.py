@@ -31,11 +31,11 @@ from angpt.data.shards import (
     Split,
     SplitName,
     check_size,
-    write_atomically,
 )
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
+from angpt.system import available_cores, write_atomically
 
 SHARD_BYTES = 128 << 20
 CHUNK_BYTES = 1 << 20
@@ -61,6 +61,8 @@ def prepare(
 ) -> Index:
     """Make the folder `out`, or finish it. One that is complete with the same recipe is left as it is."""
     console = console or Console()
+    if workers is not None and workers < 1:
+        raise UserError(f"workers = {workers}: at least one is needed")
     default_tokenizer, default_fraction = STDLIB_DEFAULTS if names == ("stdlib",) else DEFAULTS
     spec = tokenizer or default_tokenizer
     fraction = default_fraction if val_fraction is None else val_fraction
@@ -121,10 +123,6 @@ def find_tokenizer(spec: str, out: Path, documents: Documents) -> Tokenizer:
     if stored.exists() and not Path(spec).exists():
         return load_tokenizer(stored)
     return load_tokenizer(spec, (piece.text for split, piece in documents() if split == "train"))
-
-
-def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def dtype_name(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.system import write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -116,16 +117,6 @@ class Index:
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file is there with all of `text`, or not at all, even if the machine stops in between."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 class ShardWriter:

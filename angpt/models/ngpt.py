@@ -10,7 +10,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, lerp, norm
+from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -24,8 +24,8 @@ class Block(decoder.Block):
         self.sqrt_d_k = math.sqrt(cfg.d_head)
         self.s_qk = LearnedScale(cfg.d_model, init=1.0, scale=stored_scale(cfg))
         self.s_uz = LearnedScale(2 * cfg.d_mlp, init=1.0, scale=1.0)
-        self.alpha_a = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
-        self.alpha_m = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+        self.alpha_a = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+        self.alpha_m = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         s_q = s_k = self.s_qk().view(-1, 1, self.d_head)
@@ -48,7 +48,7 @@ class Block(decoder.Block):
         return norm(h_m)  # h_m ← norm(h_m)
 
     def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-        return norm(lerp(h, x, alpha.abs()))
+        return norm(lerp(h, x, alpha))
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
         h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← norm(h + α_a (h_a − h))

@@ -66,6 +66,13 @@ class LearnedScale(nn.Module):
         return f"{self.stored.numel()}, init={self.init:g}, scale={self.scale:g}"
 
 
+class PositiveScale(LearnedScale):
+    """A learned vector of which the absolute value counts."""
+
+    def forward(self) -> Tensor:
+        return super().forward().abs()
+
+
 class Linear(nn.Linear):
     """W x · scale, without bias, the scale a number or a vector with an entry per output.
 

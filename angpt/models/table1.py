@@ -41,7 +41,7 @@ Generated from the three model files by `python -m angpt.models.table1`. Each ce
 line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm.
 
 In `W(x, scale)` the scale multiplies the rows of W, which is the same map as W x · scale (`primitives.Linear`);
-`update(h, x, α)` is `norm(lerp(h, x, |α|))` in nGPT and `lerp(h, x, α, ν(α))` in anGPT.
+`update(h, x, α)` is `norm(lerp(h, x, α))` in nGPT, whose α is an absolute value, and `lerp(h, x, α, ν(α))` in anGPT.
 """
 
 

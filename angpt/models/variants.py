@@ -113,7 +113,7 @@ class NGPTLerpFactor(NGPT):
 
     class Block(ngpt.Block):
         def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-            return lerp(h, x, alpha.abs(), factors.nu_lerp(alpha.abs()))
+            return lerp(h, x, alpha, factors.nu_lerp(alpha))
 
 
 @variant("ngpt/bounded")

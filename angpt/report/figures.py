@@ -11,7 +11,7 @@ from angpt.report.chart import Absent, Chart, Row
 from angpt.report.records import Evaluation, RunRecords, Study
 from angpt.report.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.studies.results import Cell, Cost, Interval, SpeedUp
-from angpt.text import interval, label, listed, overhead, quantity, speedup
+from angpt.studies.text import interval, label, listed, overhead, quantity, speedup
 
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from angpt.report.chart import Absent, Chart, Row
 from angpt.report.records import RunRecords, Study
 from angpt.report.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
-from angpt.text import label, quantity
+from angpt.studies.text import label, quantity
 
 Values = NDArray[np.float64]
 

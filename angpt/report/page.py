@@ -6,14 +6,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from angpt import text
 from angpt.report.chart import Absent, Chart, Drawn, write_chart
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.layer_figures import alphas, input_norms, row_norms
 from angpt.report.records import Study, read_study
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
 from angpt.report.style import looks
+from angpt.studies import text
 from angpt.studies.results import Cell, Result
+from angpt.system import write_atomically
 
 FIGURES = (loss_curves, budgets, input_norms, alphas, row_norms, costs)
 
@@ -75,9 +76,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         environment=_environment(material),
     )
     path = out / "report.html"
-    part = out / "report.html.part"
-    part.write_text(page, encoding="utf-8")
-    part.replace(path)
+    write_atomically(path, page)
     return path
 
 

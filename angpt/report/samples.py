@@ -12,7 +12,7 @@ from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.inference.generate import generate, load_model
 from angpt.report.records import Study
-from angpt.text import label
+from angpt.studies.text import label
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
 TEMPERATURE, TOP_K, SEED = 0.8, 50, 0

@@ -1,5 +1,6 @@
 """The commands `angpt compare` and `angpt report`: call the library and print."""
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -8,14 +9,19 @@ from typing import Annotated
 
 import tyro
 
+from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.studies.config import CompareConfig
-from angpt.training.commands import EXIT_INTERRUPTED, starting_point
+from angpt.system import available_cores
+from angpt.training.commands import EXIT_INTERRUPTED, starting_point, without_rates
 
 
 def compare_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
-    base = CompareConfig(train=starting_point(args, resumable=False))
+    start = starting_point(args, resumable=False)
+    start = dataclasses.replace(without_rates(start, start), seed=TrainConfig.seed)
+    plain = dataclasses.replace(start.model, architecture=ModelConfig.architecture)
+    base = CompareConfig(train=dataclasses.replace(start, model=plain))
 
     def compare(
         settings: Annotated[CompareConfig, tyro.conf.arg(name="")] = base,
@@ -33,7 +39,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             preset: Settings of the runs: laptop (the default) or a size of the paper, 32M to 1B.
             config: Settings of the runs from a TOML file.
             out: Folder of the comparison; studies/ and the name of the preset unless given.
-            workers: Runs at a time; on the CPU one per two cores (at least two where there are two), on a GPU one.
+            workers: Runs at a time; one per GPU, or two on the CPU, unless given.
         """
         from rich.console import Console
 
@@ -51,6 +57,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         except Interrupted:
             console.print(f"{folder}: stopped; the same command goes on: {command}", highlight=False, soft_wrap=True)
             sys.exit(EXIT_INTERRUPTED)
+        for note in study.tuning_notes():
+            console.print(f"note: {note}", highlight=False, soft_wrap=True)
         page = study.report()
         console.print(f"\n{result.verdict}\n\nreport: {page}", highlight=False, soft_wrap=True)
 
@@ -58,12 +66,10 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
 
 
 def default_workers() -> int:
-    """As many as there are GPUs; on the CPU a process per core up to two, since small matrices do not fill more."""
-    import os
-
+    """One per GPU; on the CPU two, since the threads of one process do not fill the cores with small matrices."""
     import torch
 
-    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
+    return torch.cuda.device_count() or min(2, available_cores())
 
 
 def report(

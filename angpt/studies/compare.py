@@ -17,8 +17,10 @@ from angpt.studies.config import CompareConfig
 from angpt.studies.executor import Job, execute
 from angpt.studies.results import Result
 from angpt.studies.summarise import summarise
+from angpt.system import write_atomically
 from angpt.training.plan import make_plan
 from angpt.training.run import Run
+from angpt.training.trainer import check
 
 TUNING_SPLIT = 0.05
 MADE_BY = "# made by: "
@@ -34,7 +36,7 @@ class Study:
         budgets = config.budgets or tuple(str(round(float(plan.config.tokens) * part)) for part in (0.5, 1, 2))
         # One batch size and the same budgets for all, those of the baseline: the tokens must be the same.
         self.batch_tokens = plan.batch_tokens
-        self.budgets = sorted(parse_budget(text, plan.parameters) for text in budgets)
+        self.budgets = sorted({parse_budget(text, plan.parameters) for text in budgets})
 
     @classmethod
     def create(cls, folder: Path, config: CompareConfig, command: str) -> "Study":
@@ -48,9 +50,9 @@ class Study:
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"{folder}: is not empty and holds no comparison; choose another --out")
         for job in study.jobs(study.default_rates()):
-            make_plan(job.config)  # finds what is wrong before anything is written
+            check(make_plan(job.config))  # finds what is wrong before anything is written
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{MADE_BY}{command}\n{to_toml(config)}", encoding="utf-8")
+        write_atomically(path, f"{MADE_BY}{command}\n{to_toml(config)}")
         return study
 
     @classmethod
@@ -120,13 +122,24 @@ class Study:
                 raise UserError(f"{self.folder / 'tuning'}: no trial of {name} finished; give --lrs {name} LR by hand")
         return {name: lr for name, (_, lr) in best.items()}
 
+    def tuning_notes(self) -> list[str]:
+        """Where the search ended at the edge of its grid, and so may have missed the best rate."""
+        notes = []
+        for name, lr in self.tuned_rates().items() if self.config.tune > 1 else ():
+            tried = [j.config.optimizer.lr for j in self.tuning_jobs() if j.config.model.architecture == name]
+            if lr in (tried[0], tried[-1]):
+                notes.append(
+                    f"{name}: the best rate, {lr:g}, is at the edge of those tried; set --lrs to search around it"
+                )
+        return notes
+
     def execute(self, workers: int, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
         """All runs to their end."""
         trials = self.tuning_jobs()
         execute(trials, workers, lambda running: tick(trials, running))
         rates = self.tuned_rates()
         if self.config.tune:
-            (self.folder / "tuning.json").write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
+            write_atomically(self.folder / "tuning.json", json.dumps(rates, indent=1) + "\n")
         jobs = self.jobs(rates)
         execute(jobs, workers, lambda running: tick(jobs, running))
         return self.result()
@@ -147,8 +160,13 @@ class Study:
         found = []
         index = Path(self.config.train.data.path) / INDEX
         if index.exists():
-            sources = Index.read(index.parent).recipe.sources
-            found.append(f"angpt data prepare {shlex.join(sources)} --out {shlex.quote(str(index.parent))}")
+            recipe = Index.read(index.parent).recipe
+            arguments = [*recipe.sources, "--out", str(index.parent), "--tokenizer", recipe.tokenizer]
+            arguments += ["--val-fraction", str(recipe.val_fraction), "--seed", str(recipe.seed)]
+            options = {"--column": recipe.column, "--subset": recipe.subset, "--hub-split": recipe.hub_split}
+            for option, value in options.items():
+                arguments += [option, value] if value else []
+            found.append(f"angpt data prepare {shlex.join(arguments)}")
         first, _, _ = (self.folder / "study.toml").read_text(encoding="utf-8").partition("\n")
         return [*found, first.removeprefix(MADE_BY)]
 

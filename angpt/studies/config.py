@@ -37,6 +37,10 @@ class CompareConfig:
                 raise UserError(f"{name}: name at least one")
         if unknown := set(self.lrs) - set(self.architectures):
             raise UserError(f"lrs: {', '.join(sorted(unknown))} is not among the architectures that are compared")
+        if wrong := [name for name, lr in self.lrs.items() if not 0 < lr < float("inf")]:
+            raise UserError(f"lrs: the rate of {wrong[0]} must be positive and finite")
+        if self.train.optimizer.lr is not None:
+            raise UserError("a comparison has a rate for each architecture: give --lrs rather than --optimizer.lr")
         if self.train.seed != TrainConfig.seed:
             raise UserError("a comparison has several seeds: give --seeds rather than --seed")
         if self.train.model.architecture != ModelConfig.architecture:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.system import available_cores
 
 if TYPE_CHECKING:
     from angpt.training.run import Run
@@ -34,37 +35,46 @@ class Job:
     folder: Path
 
 
+class Running(NamedTuple):
+    process: ForkServerProcess
+    pipe: Connection
+    slot: int
+    """Which of the workers it is, and so which of the GPUs it has."""
+
+
 def execute(jobs: Sequence[Job], workers: int, tick: Callable[[set[Path]], None]) -> None:
     """Bring all jobs to their end, `workers` at a time. `tick` is called often, with the folders under way.
 
     The first failure stops the others at their next step and is raised; so is an interrupt. Both leave everything such
     that the same call goes on.
     """
+    if workers < 1:
+        raise UserError(f"workers = {workers}: at least one is needed")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["angpt.training.trainer"])
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    waiting, running = list(reversed(jobs)), dict[Path, tuple[ForkServerProcess, Connection]]()
+    threads = max(1, available_cores() // workers)
+    waiting, running = list(reversed(jobs)), dict[Path, Running]()
     failure: str | None = None
     with _interrupts() as interrupted:
         while waiting or running:
             stop = failure is not None or interrupted.is_set()
             if stop:
                 waiting.clear()
-                for process, _ in running.values():
-                    if process.pid and process.is_alive():
-                        os.kill(process.pid, signal.SIGTERM)
+                for run in running.values():
+                    run.process.terminate()  # SIGTERM, heard once the run is in its loop
             while waiting and len(running) < workers:
                 job = waiting.pop()
+                slot = min(set(range(workers)) - {run.slot for run in running.values()})
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_run, args=(job, threads, theirs), name=job.folder.name)
+                process = context.Process(target=_run, args=(job, slot, threads, theirs), name=job.folder.name)
                 process.start()
                 theirs.close()
-                running[job.folder] = process, ours
+                running[job.folder] = Running(process, ours, slot)
             tick(set(running))
-            wait([process.sentinel for process, _ in running.values()], timeout=1.0 if stop else POLL_SECONDS)
-            for folder, (process, pipe) in list(running.items()):
-                if not process.is_alive():
-                    failure = _failure(folder, process, pipe) or failure
+            wait([run.process.sentinel for run in running.values()], timeout=1.0 if stop else POLL_SECONDS)
+            for folder, run in list(running.items()):
+                if not run.process.is_alive():
+                    failure = failure or _failure(folder, run, stop)
                     del running[folder]
     tick(set())
     if failure is not None:
@@ -73,15 +83,17 @@ def execute(jobs: Sequence[Job], workers: int, tick: Callable[[set[Path]], None]
         raise Interrupted
 
 
-def _failure(folder: Path, process: ForkServerProcess, pipe: Connection) -> str | None:
+def _failure(folder: Path, run: Running, stopping: bool) -> str | None:
     """What went wrong in a process that has ended, if anything."""
-    process.join()
+    run.process.join()
+    code = run.process.exitcode
     try:
-        return str(pipe.recv())
+        return str(run.pipe.recv())
     except EOFError:
-        return None if process.exitcode == 0 else f"{folder}: the training process died (exit code {process.exitcode})"
+        stopped = stopping and code == -signal.SIGTERM  # before it had begun
+        return None if code == 0 or stopped else f"{folder}: the training process died (exit code {code})"
     finally:
-        pipe.close()
+        run.pipe.close()
 
 
 class _interrupts:
@@ -97,20 +109,27 @@ class _interrupts:
             signal.signal(number, handler)
 
 
-def _run(job: Job, threads: int, pipe: Connection) -> None:
+def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     """In the child: train, or say why not."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent passes on what concerns us
+    for number in (signal.SIGINT, signal.SIGTERM):  # outside of the loop, which listens, there is nothing to save
+        signal.signal(number, signal.SIG_IGN)
     _end_with_the_parent()
     import torch
 
+    from angpt.training.plan import make_plan
     from angpt.training.reporter import Quiet
     from angpt.training.run import Run
     from angpt.training.trainer import resume, start
 
     torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(slot % torch.cuda.device_count())
     try:
         if job.folder.exists():
-            _wait_for_lock(Run.open(job.folder))
+            run = Run.open(job.folder)
+            if run.config() != make_plan(job.config).config:
+                raise UserError(f"{job.folder}: was begun with other settings (see its config.toml); move it away")
+            _wait_for_lock(run)
             resume(job.folder, Quiet())
         else:
             start(job.config, job.folder, Quiet())

@@ -15,7 +15,7 @@ from rich.table import Table
 from angpt.studies.executor import Job
 from angpt.training.plan import make_plan
 
-TAIL_BYTES = 8192
+TAIL_BYTES = 65_536
 
 
 class Overview:

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.system import write_atomically
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,4 @@ class Result:
             raise UserError(f"{path}: cannot be read ({error})") from error
 
     def write(self, path: Path) -> None:
-        part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")

@@ -11,7 +11,7 @@ or three seeds each, this is the difference between a useful interval and none.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scipy import stats
@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Deviation:
-    """Standard deviation of a log loss between seeds, and the degrees of freedom that it was estimated with."""
+    """Standard deviation of a logarithm between seeds, and the degrees of freedom that it was estimated with."""
 
     value: float
     freedom: int
@@ -36,10 +36,10 @@ class Deviation:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
-    """From the losses of each group of runs that differ in the seed alone."""
+    """From the values of each group of runs that differ in the seed alone."""
     squares, freedom = 0.0, 0
-    for losses in groups:
-        logs = [math.log(x) for x in losses]
+    for values in groups:
+        logs = [math.log(x) for x in values]
         if logs:
             mean = sum(logs) / len(logs)
             squares += sum((x - mean) ** 2 for x in logs)
@@ -49,8 +49,7 @@ def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
 
 def mean_loss(losses: Sequence[float], deviation: Deviation) -> Interval:
     """The geometric mean over seeds and its interval."""
-    n = len(losses)
-    log = sum(math.log(x) for x in losses) / n
+    n, log = len(losses), _mean_log(losses)
     half = deviation.half_width(1 / math.sqrt(n))
     if half is None:
         return Interval(math.exp(log), None, None, n)
@@ -72,18 +71,27 @@ def mean_of(values: Sequence[float]) -> Interval:
 class Point:
     """Complete runs of one architecture at one budget."""
 
-    used: float
-    """Tokens or seconds, the mean over seeds."""
+    uses: tuple[float, ...]
+    """Tokens or seconds of each run."""
     losses: tuple[float, ...]
 
     @property
+    def used(self) -> float:
+        return math.exp(_mean_log(self.uses))
+
+    @property
     def log_loss(self) -> float:
-        return sum(math.log(x) for x in self.losses) / len(self.losses)
+        return _mean_log(self.losses)
 
 
-def speed_up(baseline: Sequence[Point], other: Point, deviation: Deviation) -> SpeedUp | None:
+def _mean_log(values: Sequence[float]) -> float:
+    return sum(math.log(x) for x in values) / len(values)
+
+
+def speed_up(baseline: Sequence[Point], other: Point, losses: Deviation, uses: Deviation) -> SpeedUp | None:
     """What the baseline needs for the loss of `other`, over what `other` used; None without a baseline.
 
+    `losses` and `uses` are the deviations between seeds of the two; tokens, unlike seconds, do not vary.
     A larger budget that did not lower the loss is left out of the curve: it says nothing about what a lower loss needs.
     """
     curve = falling(baseline)
@@ -103,9 +111,10 @@ def speed_up(baseline: Sequence[Point], other: Point, deviation: Deviation) -> S
     # By the delta method: the logarithm of what is needed moves with the three mean losses around the point.
     slope = (math.log(right.used) - math.log(left.used)) / (left.log_loss - right.log_loss)
     variance = (1 - weight) ** 2 / len(left.losses) + weight**2 / len(right.losses) + 1 / len(other.losses)
-    half = deviation.half_width(slope * math.sqrt(variance))
-    if half is None:
+    from_losses, from_uses = losses.half_width(slope * math.sqrt(variance)), uses.half_width(math.sqrt(variance))
+    if from_losses is None or from_uses is None:
         return SpeedUp(value, None, None, "=")
+    half = math.hypot(from_losses, from_uses)
     return SpeedUp(value, value * math.exp(-half), value * math.exp(half), "=")
 
 
@@ -118,10 +127,7 @@ def falling(points: Sequence[Point]) -> list[Point]:
     return curve
 
 
-def group(runs: Mapping[tuple[str, int], Sequence[tuple[float, float]]]) -> dict[tuple[str, int], Point]:
-    """Points from the (used, loss) of the complete runs of each architecture and budget."""
-    return {
-        key: Point(sum(used for used, _ in found) / len(found), tuple(loss for _, loss in found))
-        for key, found in runs.items()
-        if found
-    }
+def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> bool | None:
+    """Whether the means of two groups of losses are apart at this confidence; None where that cannot be said."""
+    half = deviation.half_width(math.sqrt(1 / len(one) + 1 / len(two)))
+    return None if half is None else abs(_mean_log(one) - _mean_log(two)) > half

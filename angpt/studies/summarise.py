@@ -1,12 +1,12 @@
 """From run folders to a Result: means over seeds, speed-ups, costs, and the verdict in one sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angpt.config import TrainConfig, parse_budget
 from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
-from angpt.studies.speedup import Point, group, mean_loss, mean_of, pooled_deviation, speed_up
-from angpt.text import label, quantity
+from angpt.studies.speedup import Point, differ, mean_loss, mean_of, pooled_deviation, speed_up
+from angpt.studies.text import label, quantity
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 
@@ -19,18 +19,26 @@ def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result
     budgets = tuple(sorted({r.budget for r in found}))
     finished = [r for r in found if r.status == "finished" and r.val_loss is not None]
 
-    def points(used: str) -> dict[tuple[str, int], Point]:
-        cells: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    def points(used: Callable[[RunResult], float]) -> dict[tuple[str, int], Point]:
+        cells: dict[tuple[str, int], list[RunResult]] = {}
         for r in finished:
-            cells.setdefault((r.architecture, r.budget), []).append((float(getattr(r, used)), r.val_loss or 0.0))
-        return group(cells)
+            cells.setdefault((r.architecture, r.budget), []).append(r)
+        return {
+            key: Point(tuple(used(r) for r in runs), tuple(r.val_loss or 0.0 for r in runs))
+            for key, runs in cells.items()
+        }
 
-    by_tokens, by_seconds = points("budget"), points("seconds")
+    by_tokens, by_seconds = points(lambda r: r.budget), points(lambda r: r.seconds or 0.0)
     deviation = pooled_deviation([p.losses for p in by_tokens.values()])
 
     def compared(cells: dict[tuple[str, int], Point], key: tuple[str, int]) -> SpeedUp | None:
         base = [p for (name, _), p in cells.items() if name == baseline]
-        return None if key[0] == baseline or key not in cells else speed_up(base, cells[key], deviation)
+        uses = pooled_deviation([p.uses for p in cells.values()])
+        return None if key[0] == baseline or key not in cells else speed_up(base, cells[key], deviation, uses)
+
+    def apart(one: Cell, two: Cell) -> bool | None:
+        mine, theirs = (by_tokens[c.architecture, c.budget].losses for c in (one, two))
+        return differ(mine, theirs, deviation)
 
     cells = tuple(
         Cell(
@@ -53,7 +61,7 @@ def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result
         budgets=budgets,
         seeds=tuple(sorted({r.seed for r in found})),
         complete=complete,
-        verdict=verdict(cells, costs, baseline, architectures, complete),
+        verdict=verdict(cells, costs, baseline, apart, complete),
         cells=cells,
         costs=costs,
         runs=tuple(found),
@@ -65,7 +73,7 @@ def _summary(folder: Path) -> Summary | None:
 
 
 def _run_result(folder: Path, config: TrainConfig) -> RunResult:
-    plan = make_plan(config)
+    plan = make_plan(Run(folder).config() if folder.exists() else config)
     summary = _summary(folder)
     if summary is not None:
         status, step = summary.status, summary.step
@@ -116,48 +124,53 @@ def _costs(
 
 
 def verdict(
-    cells: Sequence[Cell], costs: Sequence[Cost], baseline: str, architectures: Sequence[str], complete: bool
+    cells: Sequence[Cell],
+    costs: Sequence[Cost],
+    baseline: str,
+    apart: Callable[[Cell, Cell], bool | None],
+    complete: bool,
 ) -> str:
-    """What a reader wants to know, in one sentence."""
-    largest = max((c.budget for c in cells if c.val_loss), default=None)
-    ranked = sorted(
-        (c for c in cells if c.budget == largest and c.val_loss), key=lambda c: c.val_loss.mean if c.val_loss else 0.0
-    )
-    if len(ranked) < 2 or baseline not in {c.architecture for c in ranked}:
+    """What a reader wants to know, in one sentence: the best architecture at the largest budget beside the baseline.
+
+    `apart` says whether the losses of two cells differ by more than their seeds do; None where there is one seed only.
+    """
+    done = [(c, c.val_loss) for c in cells if c.val_loss]
+    largest = [(c, loss) for c, loss in done if c.budget == max(c.budget for c, _ in done)]
+    reference = next(((c, loss) for c, loss in largest if c.architecture == baseline), None)
+    others = [(c, loss) for c, loss in largest if c.architecture != baseline]
+    if reference is None or not others:
         return "Too few runs have finished for a verdict."
-    best = next((c for c in ranked if c.architecture != baseline), ranked[0])
-    name, base = label(best.architecture), label(baseline)
-    ours, theirs = best.val_loss, next(c.val_loss for c in ranked if c.architecture == baseline)
-    assert ours is not None
-    assert theirs is not None
-    change = ours.mean / theirs.mean - 1
-    start = "" if complete else "So far: "
-    if _overlap(ours, theirs):
-        sentence = (
-            f"{name} and {base} end at losses ({ours.mean:.3f} and {theirs.mean:.3f}) that the seeds do not tell apart"
-        )
+    best, ours = min(others, key=lambda pair: pair[1].mean)
+    theirs = reference[1]
+    name, base, distinct = label(best.architecture), label(baseline), apart(best, reference[0])
+    numbers = f"({ours.mean:.3f} against {theirs.mean:.3f})"
+    if distinct is False:
+        sentence = f"{name} and {base} end at losses that the seeds do not tell apart {numbers}"
     else:
-        sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss"
-        sentence += f" ({ours.mean:.3f} against {theirs.mean:.3f})"
+        change = ours.mean / theirs.mean - 1
+        sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss {numbers}"
     if gain := _gain(cells, best.architecture, base):
         sentence += f"; {gain}"
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
         sentence += f"; {_time(cost.overhead)}"
-    if ours.low is None:
+    if distinct is None:
         sentence += " (one seed: no error bars)"
-    return start + sentence + "."
+    return f"{'' if complete else 'So far: '}{sentence}."
 
 
 def _gain(cells: Sequence[Cell], architecture: str, base: str) -> str | None:
-    """The speed-up at the largest budget where it is known, and not only bounded; else the bound."""
-    own = [c for c in cells if c.architecture == architecture and c.speedup_tokens]
-    exact = [c for c in own if c.speedup_tokens and c.speedup_tokens.relation == "="]
-    if not own:
+    """The speed-up at the largest budget where it is known, and not only bounded; else the strongest bound."""
+    own = [(c, c.speedup_tokens) for c in cells if c.architecture == architecture and c.speedup_tokens]
+    by_relation = {r: [(c, s) for c, s in own if s.relation == r] for r in ("=", ">", "<")}
+    if by_relation["="]:
+        cell, s = max(by_relation["="], key=lambda pair: pair[0].budget)
+    elif by_relation[">"]:
+        cell, s = max(by_relation[">"], key=lambda pair: pair[1].value)
+    elif by_relation["<"]:
+        cell, s = min(by_relation["<"], key=lambda pair: pair[1].value)
+    else:
         return None
-    cell = max(exact or own, key=lambda c: c.budget)
-    s = cell.speedup_tokens
-    assert s is not None
     words = {"=": "", ">": "more than ", "<": "less than "}[s.relation]
     interval = f" ({s.low:.2f} to {s.high:.2f})" if s.low is not None and s.high is not None else ""
     return (
@@ -169,9 +182,3 @@ def _time(overhead: Interval) -> str:
     if overhead.low is not None and overhead.high is not None and overhead.low <= 0 <= overhead.high:
         return f"a step takes the same time (to within {max(-overhead.low, overhead.high):.1%})"
     return f"a step takes {abs(overhead.mean):.1%} {'more' if overhead.mean >= 0 else 'less'} time"
-
-
-def _overlap(one: Interval, two: Interval) -> bool:
-    if one.low is None or one.high is None or two.low is None or two.high is None:
-        return False
-    return one.low <= two.high and two.low <= one.high

@@ -71,8 +71,10 @@ def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tens
             + (f"The last good one is {good.name}; " if good else "There is no earlier one; ")
             + "make room and go on with --resume"
         ) from error
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old)
+    # What lies behind this step was damaged, or the run would have gone on from it.
+    ahead = [path for path in found(folder) if path.name > target.name]
+    for path in [*found(folder)[: -keep - len(ahead)], *ahead]:
+        shutil.rmtree(path)
     _clear_parts(folder)
     return target
 

@@ -38,6 +38,17 @@ def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
     return preset(chosen.preset or DEFAULT_PRESET)
 
 
+def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
+    """The configuration with learning rate, warm-up and decay open again, where they are still those of `base`.
+
+    A file that a run has written fixes them; for another architecture they would be the wrong ones.
+    """
+    ours, theirs = config.optimizer, base.optimizer
+    names = [n for n in ("lr", "warmup", "weight_decay") if getattr(ours, n) == getattr(theirs, n)]
+    opened: dict[str, Any] = dict.fromkeys(names)
+    return dataclasses.replace(config, optimizer=dataclasses.replace(ours, **opened))
+
+
 def train_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
     base = starting_point(args)
@@ -59,8 +70,12 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             out: The new run folder; a name under runs/ that says what it is unless given.
         """
         if resume is not None:
+            if out is not None:
+                raise UserError("--resume goes on in its own folder; leave out --out")
             run_resumed(resume, settings, base)
         else:
+            if settings.model.architecture != base.model.architecture:
+                settings = without_rates(settings, base)
             folder = out or Path("runs") / default_name(settings, preset or ("" if config else DEFAULT_PRESET))
             run_new(settings, folder)
 

@@ -1,6 +1,7 @@
 """What the device can do: the rate of a large matrix product, and the memory in use."""
 
 import resource
+import sys
 import time
 from functools import cache
 
@@ -22,6 +23,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         synchronize(device)
         if attempt:  # the first warms up
             best = min(best, (time.perf_counter() - start) / 4)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # the run's own peak is what counts
     return 2 * n**3 / best
 
 
@@ -34,4 +37,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """Largest memory in use so far: allocated on a GPU, resident in the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, others KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -16,6 +16,7 @@ import torch
 
 from angpt.config import TrainConfig, from_dict, read_toml, to_toml
 from angpt.errors import UserError
+from angpt.system import write_atomically
 from angpt.version import __version__
 
 Status = Literal["finished", "interrupted", "diverged"]
@@ -64,13 +65,13 @@ class Run:
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> Self:
         """A new folder with its configuration; one that exists is left as it is."""
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError as error:
-            raise UserError(f"{path}: exists; go on with `--resume {path}` or choose another --out") from error
-        run = cls(path)
-        (path / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        return run
+        if path.exists():
+            raise UserError(f"{path}: exists; go on with `--resume {path}` or choose another --out")
+        part = path.with_name(f".{path.name}.part")  # a folder with the name of a run always has its configuration
+        part.mkdir(parents=True, exist_ok=True)
+        write_atomically(part / "config.toml", to_toml(config))
+        part.rename(path)
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -92,9 +93,7 @@ class Run:
             raise UserError(f"{path}: cannot be read ({error}); remove it and go on with --resume") from error
 
     def write_summary(self, summary: Summary) -> None:
-        part = self.path / "summary.json.part"
-        part.write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
-        part.replace(self.path / "summary.json")
+        write_atomically(self.path / "summary.json", json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n")
 
     def records(self) -> Iterator[dict[str, Any]]:
         """What metrics.jsonl holds; a last line that a killed process left half-written is passed over."""
@@ -121,6 +120,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path, length: int) -> None:
         self.file = path.open("ab")
+        if self.file.tell() < length:
+            raise UserError(f"{path}: is shorter than the last checkpoint says; bring it back, or start a new run")
         self.file.truncate(length)
         self.file.seek(0, os.SEEK_END)
 

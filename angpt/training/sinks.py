@@ -1,5 +1,7 @@
 """Copies of the metrics for tools that people already watch. metrics.jsonl stays the record."""
 
+import hashlib
+import importlib.util
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +16,8 @@ class Sink(Protocol):
 
 class TensorBoard:
     def __init__(self, folder: Path, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError("tensorboard is not installed: pip install 'angpt[tensorboard]'") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         # What a killed process wrote behind the step that it goes on from is not shown.
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
@@ -31,11 +31,11 @@ class TensorBoard:
 
 class WandB:
     def __init__(self, run: Path, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("wandb is not installed: pip install 'angpt[wandb]'") from error
-        self.run = wandb.init(project="angpt", name=run.name, id=run.name, resume="allow", dir=run, config=config)
+        import wandb
+
+        # The same run when resumed, another one for a folder of the same name elsewhere.
+        identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+        self.run = wandb.init(project="angpt", name=run.name, id=identity, resume="allow", dir=run, config=config)
 
     def write(self, record: dict[str, Any]) -> None:
         self.run.log(scalars(record), step=record["step"])
@@ -54,6 +54,13 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
         elif isinstance(value, int | float) and key not in ("step", "tokens"):
             found[f"{kind}/{key}"] = value
     return found
+
+
+def check_sinks(config: TrainConfig) -> None:
+    """Whether the packages are there that the configuration asks for."""
+    for wanted, package in ((config.tensorboard, "tensorboard"), (config.wandb, "wandb")):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f"{package} is not installed: pip install 'angpt[{package}]'")
 
 
 def sinks_for(config: TrainConfig, run: Path, values: dict[str, Any], step: int) -> list[Sink]:

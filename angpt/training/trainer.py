@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from angpt.config import TrainConfig
-from angpt.data.loader import Batch, Loader, Prefetcher, document_numbers, validation_batches
+from angpt.data.loader import (
+    Batch,
+    Loader,
+    Prefetcher,
+    count_windows,
+    document_numbers,
+    end_of_text,
+    validation_batches,
+)
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.models.constraints import constrain
@@ -29,7 +37,7 @@ from angpt.training.layers import layer_scalars
 from angpt.training.plan import Plan, make_plan
 from angpt.training.reporter import Reporter
 from angpt.training.run import MetricsWriter, Run, Status, Summary, environment
-from angpt.training.sinks import sinks_for
+from angpt.training.sinks import check_sinks, sinks_for
 
 LAYER_TOKENS = 4096
 """Validation tokens over which the input norms of the layers are averaged, but never more than a batch has."""
@@ -46,10 +54,10 @@ class Diverged(Exception):
 def start(config: TrainConfig, out: Path, reporter: Reporter) -> Summary:
     """Train a new run into the folder `out`."""
     plan = make_plan(config)
-    train, val = open_data(plan)
+    check(plan)
     run = Run.create(out, plan.config)
     with run.lock():
-        return Trainer(plan, run, train, val, reporter).train()
+        return Trainer(plan, run, *open_data(plan), reporter).train()
 
 
 def resume(out: Path, reporter: Reporter) -> Summary:
@@ -60,11 +68,23 @@ def resume(out: Path, reporter: Reporter) -> Summary:
         if summary is not None and summary.status != "interrupted":
             return summary
         plan = make_plan(run.config())
-        train, val = open_data(plan)
-        trainer = Trainer(plan, run, train, val, reporter)
+        check(plan)
+        trainer = Trainer(plan, run, *open_data(plan), reporter)
         if (path := checkpoint.newest(run.checkpoints)) is not None:
             trainer.load(path)
         return trainer.train()
+
+
+def check(plan: Plan) -> None:
+    """Find what would stop the run before anything is written."""
+    if plan.device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
+    train, val = open_data(plan)
+    for data in (train, val):
+        count_windows(data, plan.config.model.context)
+    if plan.config.data.mask_documents:
+        end_of_text(train)
+    check_sinks(plan.config)
 
 
 def open_data(plan: Plan) -> tuple[TokenData, TokenData]:
@@ -253,24 +273,28 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> None:
         """Mean loss over `eval_tokens` of the validation split, the same ones each time."""
-        losses = []
+        total, rows = torch.zeros((), device=self.plan.device, dtype=torch.float64), 0
         for tokens in self.validation_windows():
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            documents = document_numbers(inputs, self.val_data.eot or 0) if self.config.data.mask_documents else None
+            documents = (
+                document_numbers(inputs, end_of_text(self.val_data)) if self.config.data.mask_documents else None
+            )
             with self.autocast():
-                losses.append(self.forward(inputs, targets, documents))
-        self.val_loss = torch.stack(losses).double().mean().item()
+                total += len(tokens) * self.forward(inputs, targets, documents)
+            rows += len(tokens)
+        self.val_loss = (total / rows).item()
         self.write("val", self.step, val_loss=self.val_loss, seconds=self.seconds)
+        if not math.isfinite(self.val_loss):
+            self.val_loss = None
+            raise Diverged(self.step)
         self.metrics.flush()
         self.reporter.validation(self.step, self.val_loss)
 
     def validation_windows(self) -> Iterator[Tensor]:
-        """(micro_batch, context + 1) tokens each, so that the mean of the losses is the mean over tokens."""
+        """(micro_batch, context + 1) tokens each, the last perhaps fewer."""
         context = self.config.model.context
-        available = (self.val_data.tokens - 1) // context
-        wanted = max(1, min(available, self.config.eval_tokens // context))
-        size = min(self.plan.micro_batch, wanted)
-        for tokens in validation_batches(self.val_data, context, size, wanted // size * size):
+        windows = max(1, self.config.eval_tokens // context)
+        for tokens in validation_batches(self.val_data, context, self.plan.micro_batch, windows):
             yield torch.from_numpy(tokens).to(self.plan.device)
 
     def layer_windows(self) -> Tensor:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from angpt import text
 from angpt.errors import UserError
 from angpt.report import write_report
+from angpt.studies import text
 from angpt.studies.results import Interval, Result, SpeedUp
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results

@@ -36,9 +36,19 @@ def test_round_trip(tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    for step in (1, 2, 30, 4):
+    for step in (1, 2, 3, 4):
         save(tmp_path, step)
-    assert [p.name for p in checkpoint.found(tmp_path)] == ["step-000000004", "step-000000030"]
+    assert [p.name for p in checkpoint.found(tmp_path)] == ["step-000000003", "step-000000004"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_ones_ahead_do_not_push_out_a_good_one(tmp_path, keep):
+    for step in (28, 30):
+        (save(tmp_path, step, keep) / "model.safetensors").write_bytes(b"nonsense")
+    for step in (2, 4):
+        save(tmp_path, step, keep)
+        assert checkpoint.newest(tmp_path).name == f"step-{step:09d}"
+    assert len(checkpoint.found(tmp_path)) == keep
 
 
 def test_an_unfinished_one_is_not_seen_and_cleared_by_the_next(tmp_path):

@@ -2,7 +2,6 @@ import math
 import re
 
 import pytest
-import torch
 
 from angpt.config import TrainConfig, parse_budget, preset, read_toml, to_toml
 from angpt.errors import UserError
@@ -27,7 +26,7 @@ def test_budgets(text, tokens):
     assert parse_budget(text, parameters=32) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "x", "-5M", "ten", "0", "5 Mio", "nan"])
+@pytest.mark.parametrize("text", ["", "x", "-5M", "ten", "0", "5 Mio", "nan", "1e400", "1_", "1__0"])
 def test_wrong_budgets(text):
     with pytest.raises(UserError, match="tokens = "):
         parse_budget(text, parameters=32)
@@ -65,7 +64,7 @@ def test_rules_are_power_laws_anchored_at_32m():
 
 
 def test_a_written_plan_gives_the_same_plan_again(tmp_path):
-    for cfg in (small("x"), preset("laptop"), preset("125M"), TrainConfig()):
+    for cfg in (small("x"), small("x", optimizer__clip=float("inf")), preset("laptop"), preset("125M"), TrainConfig()):
         plan = make_plan(cfg)
         (tmp_path / "c.toml").write_text(to_toml(plan.config))
         again = make_plan(read_toml(TrainConfig, tmp_path / "c.toml"))
@@ -87,7 +86,7 @@ def test_micro_batches_divide_the_batch():
         ({"device": "gpu"}, "device = 'gpu'"),
         ({"seed": -1}, "seed must not be negative"),
         ({"optimizer__lr": -1.0}, "optimizer.lr must be positive, not -1.0"),
-        ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1], not 1.5"),
+        ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1), not 1.5"),
         ({"optimizer__betas": 1.5}, "unknown key 'optimizer.betas': did you mean beta"),
         ({"precision": "fp8"}, "precision must be 'auto' or 'fp32' or 'bf16', not 'fp8'"),
         ({"log_every": 0}, "log_every must be positive, not 0"),
@@ -97,12 +96,6 @@ def test_micro_batches_divide_the_batch():
 def test_mistakes_get_one_clear_line(overrides, message):
     with pytest.raises(UserError, match=re.escape(message)):
         make_plan(small("x", **overrides))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said():
-    with pytest.raises(UserError, match="no GPU"):
-        make_plan(small("x", device="cuda"))
 
 
 def test_toml_that_cannot_be_read(tmp_path):

@@ -75,7 +75,8 @@ def test_validation_loss_is_the_mean_over_tokens(data, tmp_path):
     model = build(config.model)
     model.load_state_dict(checkpoint.load_model(checkpoint.newest(run.checkpoints)))
     tokens = torch.from_numpy(np.fromfile(data / "val.bin", "<u2").astype(np.int64))
-    windows = (len(tokens) - 1) // 32 // 4 * 4
+    windows = (len(tokens) - 1) // 32
+    assert windows % config.micro_batch  # the last batch is a short one
     with torch.no_grad():
         losses = [
             model(tokens[None, i * 32 : i * 32 + 32], tokens[None, i * 32 + 1 : i * 32 + 33]) for i in range(windows)
@@ -165,27 +166,32 @@ def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architectu
     assert parameters(parts) == parameters(whole)
 
 
+def newest_name(out):
+    return max((p.name for p in (out / "checkpoints").glob("step-*")), default="")
+
+
 def kill_and_resume(data, tmp_path, architecture, kills, seed):
     """Killed with SIGKILL at random moments, a checkpoint being written at nearly all of them."""
-    config = small(data, architecture, tokens="10240", checkpoint_every=1)
+    config = small(data, architecture, tokens=str(256 * 20 * (kills + 1)), checkpoint_every=1)
     start(config, tmp_path / "whole", Silent())
     out, rng = tmp_path / "parts", random.Random(seed)
     call, killed = train_command(config, out, tmp_path), 0
     while True:
         process = subprocess.Popen(call, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **CHILD)
+        before = newest_name(out)
         if killed < kills:
-            began = time.monotonic()
-            while not (out / "checkpoints").exists() and process.poll() is None and time.monotonic() - began < 60:
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.4))
+            while newest_name(out) == before and process.poll() is None:  # until it is under way
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.15))
             process.kill()
         _, errors = process.communicate()
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, errors
+        assert newest_name(out) > before
         killed += 1
         call = command("train", "--resume", out)
-    assert killed > 0
+    assert killed == kills
     whole, parts = Run.open(tmp_path / "whole"), Run.open(out)
     assert without_timing(parts) == without_timing(whole)
     assert parameters(parts) == parameters(whole)
@@ -298,7 +304,7 @@ def test_overrides_and_presets(data, tmp_path, capsys):
     args += ("--batch-tokens", "128", "--model.n-layers", "1", "--eval-tokens", "64", "--out", tmp_path / "run")
     assert run_cli(capsys, *args)[0] == 0
     config = Run.open(tmp_path / "run").config()
-    assert (config.model.architecture, config.model.d_model, config.model.n_layers) == ("ngpt", 128, 1)
+    assert (config.model.architecture, config.model.d_model, config.model.n_layers) == ("ngpt", 96, 1)
 
 
 def mistakes(data, tmp_path):
@@ -352,6 +358,13 @@ def test_mistakes_exit_with_2_and_touch_nothing(data, tmp_path, capsys):
         assert "Traceback" not in text
     after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
     assert before == after
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_said_and_nothing_written(data, tmp_path):
+    with pytest.raises(UserError, match="no GPU"):
+        start(small(data, device="cuda"), tmp_path / "run", Silent())
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
