@@ -119,9 +119,9 @@ class MetricsWriter:
     """Appends records to metrics.jsonl, from a given length on: what is behind it is cut off."""
 
     def __init__(self, path: Path, length: int) -> None:
-        self.file = path.open("ab")
-        if self.file.tell() < length:
+        if (path.stat().st_size if path.exists() else 0) < length:
             raise UserError(f"{path}: is shorter than the last checkpoint says; bring it back, or start a new run")
+        self.file = path.open("ab")
         self.file.truncate(length)
         self.file.seek(0, os.SEEK_END)
 

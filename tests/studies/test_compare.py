@@ -2,6 +2,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,3 +217,58 @@ def test_the_configuration_survives_its_file(data, tmp_path):
 
 def test_names():
     assert run_name("angpt/no-lerp", 1_500_000, 2) == "angpt-no-lerp-1.5M-s2"
+
+
+def test_a_folder_of_another_run_is_not_taken_for_this_one(data, tmp_path):
+    study = Study.create(tmp_path / "s", tiny(data), "angpt compare")
+    job = study.jobs(study.default_rates())[0]
+    execute([Job(dataclasses.replace(job.config, tokens="512"), job.folder)], 1, ignore)
+    with pytest.raises(UserError, match="was begun with other settings"):
+        study.execute(1, ignore)
+
+
+def test_budgets_that_are_the_same_are_one(data, tmp_path):
+    study = Study(tmp_path, tiny(data, budgets=("4k", "4000")))
+    assert study.budgets == [4000]
+
+
+def test_runs_of_a_gpu_make_a_report_anywhere(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished.jobs(finished.tuned_rates())[0].folder, folder)
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
+    main(["report", str(folder), "--out", str(tmp_path / "page")])
+    assert (tmp_path / "page" / "report.html").exists()
+
+
+def test_a_run_file_leaves_the_rates_of_a_comparison_open(finished, data, tmp_path, capsys):
+    config = finished.jobs(finished.tuned_rates())[2].folder / "config.toml"
+    main(["compare", "--config", str(config), "--out", str(tmp_path / "s"), "--budgets", "512", "--seeds", "0"])
+    optimizers = {r.parent.name: Run(r.parent).config().optimizer for r in tmp_path.glob("s/runs/*/config.toml")}
+    assert optimizers["gpt+-512-s0"].weight_decay == optimizers["gpt+-512-s0"].warmup == 0.1
+    assert optimizers["angpt-512-s0"].weight_decay == 0
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_workers_are_at_least_one(data, tmp_path, workers):
+    with pytest.raises(UserError, match="at least one is needed"):
+        execute([], workers, ignore)
+
+
+def test_ctrl_c_at_any_moment_is_an_interrupt(data, tmp_path):
+    config = tmp_path / "train.toml"
+    config.write_text(to_toml(dataclasses.replace(tiny(data).train, tokens="4M")))
+    call = [sys.executable, "-m", "angpt", "compare", "--config", str(config), "--out", str(tmp_path / "s")]
+    codes = []
+    for delay in (0.5, 2.0, 4.0):
+        process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (tmp_path / "s" / "study.toml").exists():
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+        codes.append(process.returncode)
+        assert codes[-1] in (3, 130), (delay, out, errors)  # 130: it was still importing
+        assert ("the same command goes on" in out) == (codes[-1] == 3)
+        assert not errors
+    assert 3 in codes

@@ -392,3 +392,46 @@ def test_a_half_written_record_is_passed_over(data, tmp_path):
     with run.metrics.open("a") as file:
         file.write(json.dumps({"kind": "train"})[:9])
     assert list(run.records()) == whole
+
+
+@pytest.mark.parametrize("architecture", ["gpt+/dyt", "angpt/no-factors"])
+def test_a_validation_loss_that_is_not_finite_is_divergence(data, tmp_path, architecture):
+    """A single step at an absurd rate: its own loss is still finite, what it leaves behind is not."""
+    config = small(data, architecture, tokens="256", optimizer__lr=1e30, optimizer__warmup=0.0)
+    summary = start(config, tmp_path / "run", Silent())
+    assert (summary.status, summary.val_loss) == ("diverged", None)
+    assert Run.open(tmp_path / "run").summary() == summary
+
+
+def test_lost_metrics_are_noticed(data, tmp_path):
+    start(small(data), tmp_path / "run", Stops(5))
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="shorter than the last checkpoint"):
+        resume(tmp_path / "run", Silent())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model__context": 4096, "batch_tokens": 4096, "micro_batch": 1}, "too few for one window"),
+        ({"data__mask_documents": True}, "raw tokens do not say where documents end"),
+        ({"wandb": True}, "wandb is not installed"),
+    ],
+)
+def test_what_would_stop_a_run_is_found_before_its_folder_is_made(data, tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        start(small(data, **overrides), tmp_path / "run", Silent())
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_file_of_a_run_does_not_carry_its_rates_to_another_architecture(data, tmp_path, capsys):
+    start(small(data, "angpt"), tmp_path / "one", Silent())
+    config = tmp_path / "one" / "config.toml"
+    assert run_cli(capsys, "train", "--config", config, "--arch", "gpt+", "--out", tmp_path / "two")[0] == 0
+    assert (
+        Run.open(tmp_path / "two").config().optimizer
+        == make_plan(small(data, "gpt+", optimizer__lr=None)).config.optimizer
+    )
+    code, text = run_cli(capsys, "train", "--resume", tmp_path / "one", "--out", tmp_path / "three")
+    assert code == 2
+    assert "leave out --out" in text
