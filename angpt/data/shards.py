@@ -188,6 +188,7 @@ class TokenData:
     @classmethod
     def _open_prepared(cls, folder: Path, split: SplitName) -> Self:
         index = Index.read(folder)
+        check_tokenizer(folder / TOKENIZER, index.recipe.tokenizer_fingerprint)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         shards = (index.train if split == "train" else index.val).shards
         for shard in shards:
@@ -297,6 +298,14 @@ class TokenData:
 
     def _counts(self, index: Index) -> Split:
         return index.train if self.split == "train" else index.val
+
+
+def check_tokenizer(path: Path, fingerprint: str) -> None:
+    """A folder is of use with its own tokenizer only; the fingerprint is the checksum of the file."""
+    if not path.exists():
+        raise UserError(f"{path}: is missing; bring it back or prepare the data again")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != fingerprint:
+        raise UserError(f"{path}: is not the tokenizer that the tokens were made with; prepare the data again")
 
 
 def check_size(path: Path, expected: int) -> None:

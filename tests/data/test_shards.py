@@ -125,3 +125,21 @@ def test_an_index_that_is_not_ours(folder, change, message):
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     with pytest.raises(UserError, match=message):
         TokenData.open(folder, "train")
+
+
+def test_another_tokenizer_beside_the_tokens_is_refused(folder):
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8") + " ", encoding="utf-8")
+    with pytest.raises(UserError, match="is not the tokenizer that the tokens were made with"):
+        TokenData.open(folder, "train")
+    path.unlink()
+    with pytest.raises(UserError, match="is missing; bring it back"):
+        TokenData.open(folder, "train")
+
+
+def test_a_part_is_the_tokens_between_its_ends(folder):
+    data = TokenData.open(folder, "train")
+    start, stop = data.files[0].tokens - 5, data.files[0].tokens + data.files[1].tokens + 3  # over three files
+    part = data.part(start, stop)
+    assert np.array_equal(part.read(0, part.tokens), data.read(start, stop - start))
+    assert part.fingerprint != data.fingerprint
