@@ -10,6 +10,8 @@ from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.system import write_atomically
 
+RunStatus = Literal["finished", "diverged", "interrupted", "waiting"]
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -45,7 +47,7 @@ class RunResult:
     seed: int
     budget: int
     """Tokens of the whole run."""
-    status: Literal["finished", "diverged", "interrupted", "waiting"]
+    status: RunStatus
     progress: float
     """Part of its steps that is done."""
     lr: float

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angpt.config import TrainConfig, parse_budget
-from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
+from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, RunStatus, SpeedUp
 from angpt.studies.speedup import Point, differ, mean_loss, mean_of, pooled_deviation, speed_up
 from angpt.studies.text import label, quantity
 from angpt.training.plan import make_plan
@@ -75,12 +75,12 @@ def _summary(folder: Path) -> Summary | None:
 def _run_result(folder: Path, config: TrainConfig) -> RunResult:
     plan = make_plan(Run(folder).config() if folder.exists() else config)
     summary = _summary(folder)
+    status: RunStatus = "waiting"
+    step = 0
     if summary is not None:
         status, step = summary.status, summary.step
     elif folder.exists():
         status, step = "interrupted", max((r["step"] for r in Run(folder).records()), default=0)
-    else:
-        status, step = "waiting", 0  # type: ignore[assignment]
     return RunResult(
         name=folder.resolve().name,
         architecture=config.model.architecture,
