@@ -53,7 +53,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         study = Study.create(folder, settings, command)
         try:
             with Overview(console) as overview:
-                result = study.execute(workers or default_workers(), overview.tick)
+                result = study.execute(default_workers() if workers is None else workers, overview.tick)
         except Interrupted:
             console.print(f"{folder}: stopped; the same command goes on: {command}", highlight=False, soft_wrap=True)
             sys.exit(EXIT_INTERRUPTED)

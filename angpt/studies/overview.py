@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,9 @@ class Overview:
         for job, (state, record) in states:
             if state != self.said.get(job.folder, "waiting"):
                 self.said[job.folder] = state
-                loss = (
-                    f", validation loss {record['val_loss']:.4f}" if "val_loss" in record and state != "running" else ""
-                )
-                self.console.print(f"{job.folder.name}: {state}{loss}", highlight=False, soft_wrap=True)
+                loss = "" if state == "running" else _number(record.get("val_loss"), ".4f")
+                told = f"{state}, validation loss {loss}" if loss else state
+                self.console.print(f"{job.folder.name}: {told}", highlight=False, soft_wrap=True)
 
 
 def state_of(folder: Path, running: bool) -> tuple[str, dict[str, Any]]:
@@ -68,7 +68,7 @@ def newest_record(path: Path) -> dict[str, Any]:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         lines = file.read().split(b"\n")
     merged: dict[str, Any] = {}
-    for line in lines[1 if len(lines) > 1 else 0 : -1]:
+    for line in lines[:-1]:
         try:
             merged |= json.loads(line)
         except ValueError:  # the first may begin in the middle
@@ -98,10 +98,6 @@ def _number(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
 
 
-_STEPS: dict[Path, int] = {}
-
-
+@cache
 def _steps(job: Job) -> int:
-    if job.folder not in _STEPS:
-        _STEPS[job.folder] = make_plan(job.config).steps
-    return _STEPS[job.folder]
+    return make_plan(job.config).steps

@@ -52,20 +52,6 @@ def data(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
 
 
-class Silent:
-    def start(self, plan, step):
-        pass
-
-    def train(self, step, loss, tokens_per_s):
-        pass
-
-    def validation(self, step, loss):
-        pass
-
-    def stop(self):
-        pass
-
-
 TIMING = {"tokens_per_s", "mfu", "seconds"}
 
 

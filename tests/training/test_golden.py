@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from angpt.training.trainer import start
-from tests.training.conftest import Silent, small, write_tokens
+from tests.training.conftest import small, write_tokens
 
 GOLDEN = Path(__file__).parent / "golden.json"
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 
 
 def losses(data, architecture, out):
-    start(small(data, architecture, tokens="5120"), out, Silent())
+    start(small(data, architecture, tokens="5120"), out, Quiet())
     return [r["loss"] for r in Run.open(out).records() if r["kind"] == "train"]
 
 

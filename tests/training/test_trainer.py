@@ -20,9 +20,10 @@ from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training import checkpoint
 from angpt.training.plan import make_plan
+from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from angpt.training.trainer import Trainer, interrupts, make_optimizer, open_data, resume, start
-from tests.training.conftest import Silent, parameters, small, without_timing
+from tests.training.conftest import parameters, small, without_timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +46,7 @@ def train_command(config, out, folder):
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
 def test_a_run_learns_and_leaves_its_folder(data, tmp_path, architecture):
     config = small(data, architecture, tokens="30720", checkpoint_every=50)
-    summary = start(config, tmp_path / "run", Silent())
+    summary = start(config, tmp_path / "run", Quiet())
     run = Run.open(tmp_path / "run")
     assert summary.status == "finished"
     assert run.summary() == summary
@@ -70,7 +71,7 @@ def test_a_run_learns_and_leaves_its_folder(data, tmp_path, architecture):
 
 def test_validation_loss_is_the_mean_over_tokens(data, tmp_path):
     config = small(data, eval_tokens=10**9)
-    start(config, tmp_path / "run", Silent())
+    start(config, tmp_path / "run", Quiet())
     run = Run.open(tmp_path / "run")
     model = build(config.model)
     model.load_state_dict(checkpoint.load_model(checkpoint.newest(run.checkpoints)))
@@ -87,7 +88,7 @@ def test_validation_loss_is_the_mean_over_tokens(data, tmp_path):
 def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
     ends = []
     for micro in (8, 2):
-        start(small(data, micro_batch=micro), tmp_path / str(micro), Silent())
+        start(small(data, micro_batch=micro), tmp_path / str(micro), Quiet())
         ends.append(checkpoint.load_model(checkpoint.newest(tmp_path / str(micro) / "checkpoints")))
     for name, weight in ends[0].items():
         torch.testing.assert_close(weight, ends[1][name], rtol=1e-3, atol=1e-4)
@@ -105,7 +106,7 @@ def test_weight_decay_falls_on_matrices_only(data):
 def test_an_optimizer_step_is_adam_as_written_in_the_paper_of_it(data, tmp_path):
     """One step by hand: clipped gradient, moments with bias correction, decay, bound."""
     plan = make_plan(small(data, "gpt+", optimizer__clip=0.05))
-    trainer = Trainer(plan, Run(tmp_path), *open_data(plan), Silent())
+    trainer = Trainer(plan, Run(tmp_path), *open_data(plan), Quiet())
     name, weight = "blocks.0.W_p.weight", trainer.model.blocks[0].W_p.weight
     before = weight.detach().clone().double()
     from angpt.data.loader import Loader, Prefetcher
@@ -137,11 +138,11 @@ def test_document_masks_reach_the_model(tmp_path):
     losses = []
     for mask in (False, True):
         config = small(tmp_path / "tokens", data__mask_documents=mask, model__vocab_size=257)
-        losses.append(start(config, tmp_path / f"run-{mask}", Silent()).val_loss)
+        losses.append(start(config, tmp_path / f"run-{mask}", Quiet()).val_loss)
     assert losses[0] != losses[1]
 
 
-class Stops(Silent):
+class Stops(Quiet):
     """Sends a signal once a step is done."""
 
     def __init__(self, step, number=signal.SIGTERM):
@@ -155,12 +156,12 @@ class Stops(Silent):
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
 def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture):
     config = small(data, architecture)
-    start(config, tmp_path / "whole", Silent())
+    start(config, tmp_path / "whole", Quiet())
     summary = start(config, tmp_path / "parts", Stops(3))
     assert summary.status == "interrupted"
     assert summary.step < 12
     assert resume(tmp_path / "parts", Stops(9)).status == "interrupted"
-    assert resume(tmp_path / "parts", Silent()).status == "finished"
+    assert resume(tmp_path / "parts", Quiet()).status == "finished"
     whole, parts = Run.open(tmp_path / "whole"), Run.open(tmp_path / "parts")
     assert without_timing(parts) == without_timing(whole)
     assert parameters(parts) == parameters(whole)
@@ -173,7 +174,7 @@ def newest_name(out):
 def kill_and_resume(data, tmp_path, architecture, kills, seed):
     """Killed with SIGKILL at random moments, a checkpoint being written at nearly all of them."""
     config = small(data, architecture, tokens=str(256 * 20 * (kills + 1)), checkpoint_every=1)
-    start(config, tmp_path / "whole", Silent())
+    start(config, tmp_path / "whole", Quiet())
     out, rng = tmp_path / "parts", random.Random(seed)
     call, killed = train_command(config, out, tmp_path), 0
     while True:
@@ -209,20 +210,20 @@ def test_killed_ten_times(data, tmp_path, architecture):
 
 
 def test_a_damaged_last_checkpoint_costs_steps_but_not_the_run(data, tmp_path):
-    start(small(data), tmp_path / "whole", Silent())
+    start(small(data), tmp_path / "whole", Quiet())
     start(small(data), tmp_path / "run", Stops(7))
     run = Run.open(tmp_path / "run")
     last = checkpoint.found(run.checkpoints)[-1]
     (last / "model.safetensors").write_bytes(b"nonsense")
     with pytest.warns(UserWarning, match="damaged"):
-        assert resume(run.path, Silent()).status == "finished"
+        assert resume(run.path, Quiet()).status == "finished"
     assert parameters(run) == parameters(Run.open(tmp_path / "whole"))
     assert without_timing(run) == without_timing(Run.open(tmp_path / "whole"))
 
 
 def test_divergence_stops_and_is_marked(data, tmp_path):
     config = small(data, "gpt+", optimizer__lr=1e30, optimizer__warmup=0.6, optimizer__clip=1e30, checkpoint_every=1)
-    summary = start(config, tmp_path / "run", Silent())
+    summary = start(config, tmp_path / "run", Quiet())
     assert summary.status == "diverged"
     run = Run.open(tmp_path / "run")
     train = [r for r in run.records() if r["kind"] == "train"]
@@ -231,7 +232,7 @@ def test_divergence_stops_and_is_marked(data, tmp_path):
     assert all(None not in (r["loss"], r["grad_norm"]) for r in train[:-1])
     good = checkpoint.newest(run.checkpoints)
     assert summary.checkpoint == (good.name if good else None)
-    assert resume(run.path, Silent()) == summary
+    assert resume(run.path, Quiet()) == summary
 
 
 def test_the_second_interrupt_stops_at_once():
@@ -271,7 +272,7 @@ def test_ctrl_c_has_an_exit_code_of_its_own_and_the_run_goes_on(data, tmp_path, 
 
 
 def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
-    start(small(data), tmp_path / "run", Silent())
+    start(small(data), tmp_path / "run", Quiet())
     before = parameters(Run.open(tmp_path / "run"))
     code, text = run_cli(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M", "--seed", "3")
     assert code == 2
@@ -281,7 +282,7 @@ def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
 
 
 def test_a_config_file_repeats_a_run(data, tmp_path, capsys):
-    start(small(data), tmp_path / "one", Silent())
+    start(small(data), tmp_path / "one", Quiet())
     assert run_cli(capsys, "train", "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")[0] == 0
     assert parameters(Run.open(tmp_path / "one")) == parameters(Run.open(tmp_path / "two"))
     assert (tmp_path / "one" / "config.toml").read_text() == (tmp_path / "two" / "config.toml").read_text()
@@ -309,7 +310,7 @@ def test_overrides_and_presets(data, tmp_path, capsys):
 
 def mistakes(data, tmp_path):
     """What is wrong, and what is said about it. Each with a folder that must not be touched."""
-    start(small(data, "ngpt"), tmp_path / "ngpt", Silent())
+    start(small(data, "ngpt"), tmp_path / "ngpt", Quiet())
     start(small(data), tmp_path / "run", Stops(5))
     swapped = tmp_path / "swapped"
     shutil.copytree(tmp_path / "run", swapped)
@@ -363,7 +364,7 @@ def test_mistakes_exit_with_2_and_touch_nothing(data, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_is_said_and_nothing_written(data, tmp_path):
     with pytest.raises(UserError, match="no GPU"):
-        start(small(data, device="cuda"), tmp_path / "run", Silent())
+        start(small(data, device="cuda"), tmp_path / "run", Quiet())
     assert not (tmp_path / "run").exists()
 
 
@@ -371,14 +372,14 @@ def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
     start(small(data), tmp_path / "run", Stops(5))
     run = Run.open(tmp_path / "run")
     with run.lock(), pytest.raises(UserError, match="another process is training here"):
-        resume(run.path, Silent())
+        resume(run.path, Quiet())
 
 
 def test_tensorboard_gets_the_same_numbers(data, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    start(small(data, tensorboard=True), tmp_path / "run", Silent())
+    start(small(data, tensorboard=True), tmp_path / "run", Quiet())
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     written = [r["loss"] for r in Run.open(tmp_path / "run").records() if r["kind"] == "train"]
@@ -386,7 +387,7 @@ def test_tensorboard_gets_the_same_numbers(data, tmp_path):
 
 
 def test_a_half_written_record_is_passed_over(data, tmp_path):
-    start(small(data), tmp_path / "run", Silent())
+    start(small(data), tmp_path / "run", Quiet())
     run = Run.open(tmp_path / "run")
     whole = list(run.records())
     with run.metrics.open("a") as file:
@@ -398,7 +399,7 @@ def test_a_half_written_record_is_passed_over(data, tmp_path):
 def test_a_validation_loss_that_is_not_finite_is_divergence(data, tmp_path, architecture):
     """A single step at an absurd rate: its own loss is still finite, what it leaves behind is not."""
     config = small(data, architecture, tokens="256", optimizer__lr=1e30, optimizer__warmup=0.0)
-    summary = start(config, tmp_path / "run", Silent())
+    summary = start(config, tmp_path / "run", Quiet())
     assert (summary.status, summary.val_loss) == ("diverged", None)
     assert Run.open(tmp_path / "run").summary() == summary
 
@@ -407,7 +408,7 @@ def test_lost_metrics_are_noticed(data, tmp_path):
     start(small(data), tmp_path / "run", Stops(5))
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="shorter than the last checkpoint"):
-        resume(tmp_path / "run", Silent())
+        resume(tmp_path / "run", Quiet())
 
 
 @pytest.mark.parametrize(
@@ -420,12 +421,12 @@ def test_lost_metrics_are_noticed(data, tmp_path):
 )
 def test_what_would_stop_a_run_is_found_before_its_folder_is_made(data, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
-        start(small(data, **overrides), tmp_path / "run", Silent())
+        start(small(data, **overrides), tmp_path / "run", Quiet())
     assert not any(tmp_path.iterdir())
 
 
 def test_the_file_of_a_run_does_not_carry_its_rates_to_another_architecture(data, tmp_path, capsys):
-    start(small(data, "angpt"), tmp_path / "one", Silent())
+    start(small(data, "angpt"), tmp_path / "one", Quiet())
     config = tmp_path / "one" / "config.toml"
     assert run_cli(capsys, "train", "--config", config, "--arch", "gpt+", "--out", tmp_path / "two")[0] == 0
     assert (

@@ -1,0 +1,50 @@
+import io
+import json
+
+from rich.console import Console
+
+from angpt.studies.compare import Study
+from angpt.studies.overview import Overview, newest_record
+from tests.studies.conftest import tiny
+
+
+def show(data, folder, *, terminal, status, record):
+    """What is printed for a run in this state."""
+    job = Study(folder, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in record))
+    if status:
+        (job.folder / "summary.json").write_text(json.dumps({"status": status}))
+    text = io.StringIO()
+    with Overview(Console(file=text, force_terminal=terminal, width=100)) as overview:
+        overview.tick([job], set() if status else {job.folder})
+    return job.folder.name, text.getvalue()
+
+
+RECORDS = [
+    {"kind": "train", "step": 3, "loss": 2.5, "tokens_per_s": 1234.0},
+    {"kind": "val", "step": 3, "val_loss": 2.25},
+]
+LOST = [*RECORDS[:1], {"kind": "val", "step": 3, "val_loss": None}]
+
+
+def test_plain_lines(data, tmp_path):
+    name, text = show(data, tmp_path, terminal=False, status="finished", record=RECORDS)
+    assert text == f"{name}: finished, validation loss 2.2500\n"
+
+
+def test_a_diverged_run_without_a_loss(data, tmp_path):
+    name, text = show(data, tmp_path, terminal=False, status="diverged", record=LOST)
+    assert text == f"{name}: diverged\n"
+
+
+def test_the_live_table(data, tmp_path):
+    name, text = show(data, tmp_path, terminal=True, status=None, record=RECORDS)
+    assert all(part in text for part in (name, "running", "2.500", "2.2500", "1,234"))
+
+
+def test_records_merge_and_half_lines_are_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert newest_record(path) == {}
+    path.write_text(json.dumps({"loss": 1.0}) + "\n" + json.dumps({"val_loss": 2.0}) + "\n" + '{"loss": 0.5')
+    assert newest_record(path) == {"loss": 1.0, "val_loss": 2.0}
