@@ -114,6 +114,10 @@ def validation_batches(
         yield data.gather(starts[i : i + batch_size], context + 1)
 
 
+IGNORED = -100
+"""A target that a loss does not count."""
+
+
 class Batch(NamedTuple):
     """A rank's part of a step, on the device, each (batch / world, context)."""
 
@@ -128,6 +132,15 @@ class Batch(NamedTuple):
 
     def rows(self, start: int, stop: int) -> "Batch":
         return self.map(lambda x: x[start:stop])
+
+    def padded(self, rows: int) -> "Batch":
+        """With the last row repeated up to `rows`, not counted in a loss: compiled code is made for one shape."""
+        count = len(self.inputs)
+        if count >= rows:
+            return self
+        batch = self.map(lambda x: torch.cat((x, x[-1:].expand(rows - count, -1))))
+        batch.targets[count:] = IGNORED
+        return batch
 
 
 def document_numbers(inputs: Tensor, eot: int) -> Tensor:

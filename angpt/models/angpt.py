@@ -29,11 +29,11 @@ class Block(decoder.Block):
         return factors.nu_lerp(alpha)
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        q, k, v = self.heads(self.W_qkv(h, self.nu.qkv))  # q, k, v ← W_qkv h · ν_qkv
+        q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with ν_p
         k = norm(ctx.rotate(k))  # k ← norm(k)
         q = norm(ctx.rotate(q))  # q ← norm(q)
         h_a = self.attend(q * self.g(), k, v, ctx)  # A ← softmax(q kᵀ · g)
-        h_a = self.W_p(h_a, self.nu.p)  # h_a ← W_p (A v) · ν_p
+        h_a = self.W_p(h_a, self.nu.qkv * self.nu.p)  # h_a ← W_p (A v) · ν_p
         return norm(h_a)  # h_a ← norm(h_a)
 
     def mlp(self, h: Tensor) -> Tensor:

@@ -80,10 +80,11 @@ class Decoder(nn.Module, ABC):
         h, ctx = self.start(tokens, documents)
         for block in self.blocks:
             h = block(h, ctx)
-        logits = self.head(h)
-        if targets is None:
-            return logits
-        return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        return self.head(h) if targets is None else self.loss(h, targets)
+
+    def loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of the targets, given the residual stream at the top."""
+        return F.cross_entropy(wide(self.head(h)).flatten(0, 1), targets.flatten())
 
     def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """The residual stream as it enters each layer, and after the last: (L + 1, B, T, d_m)."""

@@ -33,7 +33,7 @@ def rms(x: Tensor) -> Tensor:
 
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:
     """(h + α (x − h)) · ν, written as one product with each of two vectors, so that α and ν cost nothing per token."""
-    return (1 - alpha) * nu * h + alpha * nu * x
+    return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
 
 
 @runtime_checkable
@@ -76,8 +76,8 @@ class PositiveScale(LearnedScale):
 class Linear(nn.Linear):
     """W x · scale, without bias, the scale a number or a vector with an entry per output.
 
-    It is computed as (scale · W) x: the same map, and the product fuses with the cast of W to the compute dtype, while
-    a product with the output would be one more pass over all tokens.
+    A vector, which is learned, multiplies the rows of W: the same map, and neither it nor its gradient costs a pass
+    over all tokens. A number multiplies the output, where compilation fuses it with what comes next.
     """
 
     def __init__(self, d_in: int, d_out: int) -> None:
@@ -85,10 +85,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         if isinstance(scale, Tensor):
-            scale = scale[:, None]
-        elif scale == 1.0:
-            return F.linear(x, self.weight)
-        return F.linear(x, self.weight * scale)
+            return F.linear(x, (self.weight * scale[:, None]).to(self.weight.dtype))
+        y = F.linear(x, self.weight)
+        return y if scale == 1.0 else y * scale
 
     def reset_parameters(self) -> None:
         """Left to the model, which initialises all its matrices in one place."""
@@ -97,13 +96,16 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """rms(x) · γ, times a constant."""
 
+    factor: Tensor
+
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
-        self.factor = factor
         self.gamma = nn.Parameter(torch.ones(size))
+        # A tensor, because compiled code is made anew for each value of a Python number, that is for each layer.
+        self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms(x) * (self.gamma * self.factor)
+        return (rms(wide(x)) * (self.gamma * self.factor)).to(x.dtype)
 
     @torch.no_grad()
     def reset(self) -> None:

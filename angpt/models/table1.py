@@ -15,7 +15,7 @@ NONE = ""
 ROWS: list[tuple[str, tuple[str, str, str]]] = [
     ("Embed", ("h ← W_e x_in",) * 3),
     ("MHA", ("h_a ← rms(h) · γ_a", NONE, NONE)),
-    ("MHA", ("q, k, v ← W_qkv h_a", "q, k, v ← W_qkv h", "q, k, v ← W_qkv h · ν_qkv")),
+    ("MHA", ("q, k, v ← W_qkv h_a", "q, k, v ← W_qkv h", "q, k, v ← W_qkv h · ν_qkv, the factor with ν_p")),
     ("MHA", ("k ← norm(k)", "k ← norm(k) · s_k", "k ← norm(k)")),
     ("MHA", ("q ← norm(q)", "q ← norm(q) · s_q", "q ← norm(q)")),
     ("MHA", ("A ← softmax(q kᵀ · g)", "A ← softmax(q kᵀ · √d_k)", "A ← softmax(q kᵀ · g)")),
@@ -40,7 +40,8 @@ HEADER = """# Table 1, row by row
 Generated from the three model files by `python -m angpt.models.table1`. Each cell: the formula of the paper, and the
 line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm.
 
-In `W(x, scale)` the scale multiplies the rows of W, which is the same map as W x · scale (`primitives.Linear`);
+`W(x, scale)` is W x · scale (`primitives.Linear`). ν_qkv cannot change q and k, which are normed, and passes linearly
+through attention with v, so that it is multiplied in behind W_p, together with ν_p;
 `update(h, x, α)` is `norm(lerp(h, x, α))` in nGPT, whose α is an absolute value, and `lerp(h, x, α, ν(α))` in anGPT.
 """
 

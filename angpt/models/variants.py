@@ -78,7 +78,7 @@ class DynamicTanh(nn.Module):
         self.gamma = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.a * x) * self.gamma
+        return (torch.tanh(self.a * x) * self.gamma).to(x.dtype)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -104,7 +104,8 @@ class DyT(GPTPlus):
         return DynamicTanh(size)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return super().embed(tokens) * self.embed_scale()
+        h = super().embed(tokens)
+        return (h * self.embed_scale()).to(h.dtype)
 
 
 @variant("ngpt/lerp-factor")

@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from angpt.config import from_dict
 from angpt.errors import UserError
+
+Moments = Mapping[Tensor, Mapping[str, Tensor]]
+"""What an optimizer keeps of each parameter."""
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 PREFIX, PART = "step-", ".part-"
@@ -116,19 +118,15 @@ def load_optimizer(path: Path) -> dict[str, Tensor]:
     return load_file(path / OPTIMIZER)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+def optimizer_tensors(state: Moments, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """The state of an optimizer as named tensors: `exp_avg/blocks.0.W_p.weight` and so on."""
-    return {f"{key}/{names[p]}": value for p, entries in optimizer.state.items() for key, value in entries.items()}
+    return {f"{key}/{names[p]}": value for p, entries in state.items() for key, value in entries.items()}
 
 
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]
-) -> None:
-    """Put named tensors back into an optimizer, on the device of their parameters."""
-    parameters = {name: p for p, name in names.items()}
-    for full, value in tensors.items():
-        key, _, name = full.partition("/")
-        optimizer.state[parameters[name]][key] = value.to(parameters[name].device)
+def load_optimizer_tensors(state: Moments, tensors: Mapping[str, Tensor], names: Mapping[Tensor, str]) -> None:
+    """Put named tensors back into the state of an optimizer."""
+    for name, value in optimizer_tensors(state, names).items():
+        value.copy_(tensors[name])
 
 
 def _digest_and_sync(path: Path, sync: bool = True) -> str:

@@ -28,10 +28,10 @@ from angpt.data.loader import (
 )
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
-from angpt.models.constraints import constrain
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.engine import Engine
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 from angpt.training.layers import layer_scalars
 from angpt.training.plan import Plan, make_plan
@@ -109,10 +109,8 @@ class Trainer:
         self.train_data, self.val_data = train, val
         torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
         self.model: Decoder = build(self.config.model, self.config.seed).to(plan.device)
-        self.optimizer = make_optimizer(self.model, plan)
-        constrain(self.optimizer, self.model, self.model.constraints())
+        self.engine = Engine(self.model, self.config.optimizer, plan.dtype, plan.compile)
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        self.forward: Callable[..., Tensor] = torch.compile(self.model) if plan.compile else self.model
         self.step = 0
         self.seconds = self.compile_seconds = 0.0
         self.metrics_bytes = 0
@@ -133,13 +131,14 @@ class Trainer:
             raise UserError(f"{path}: the checkpoint does not fit the model of config.toml") from error
         tensors = checkpoint.load_optimizer(path)
         torch.set_rng_state(tensors.pop("rng"))
-        checkpoint.load_optimizer_tensors(self.optimizer, tensors, self.names)
+        checkpoint.load_optimizer_tensors(self.engine.optimizer.state, tensors, self.names)
+        self.engine.optimizer.refresh()
         self.step, self.seconds, self.metrics_bytes = state.step, state.seconds, state.metrics_bytes
         self.val_loss = state.val_loss
 
     def save(self) -> None:
         """Write a checkpoint of the steps done."""
-        tensors = checkpoint.optimizer_tensors(self.optimizer, self.names)
+        tensors = checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names)
         state = checkpoint.State(
             step=self.step,
             architecture=self.config.model.architecture,
@@ -212,24 +211,8 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimizer step over the whole batch; its mean loss and the norm of its gradient, still on the device."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.lr(self.step)
-        loss = self.backward(batch)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss, norm
-
-    def backward(self, batch: Batch) -> Tensor:
-        """The gradient of a batch, summed over micro-batches; its mean loss."""
-        total = torch.zeros((), device=self.plan.device)
-        for i in range(self.plan.micro_steps):
-            micro = batch.rows(i * self.plan.micro_batch, (i + 1) * self.plan.micro_batch)
-            with self.autocast():
-                loss = self.forward(*micro) / self.plan.micro_steps
-            torch.autograd.backward(loss)
-            total += loss.detach()
-        return total
+        loss = self.engine.backward(batch, self.plan.micro_batch)
+        return loss, self.engine.step(self.step + 1, self.plan.lr(self.step))
 
     def compile_ahead(self, loader: Loader) -> None:
         """Compile on the first batch before the clock starts; its gradients are thrown away."""
@@ -237,8 +220,8 @@ class Trainer:
             return
         start = time.perf_counter()
         with Prefetcher(loader, self.step, self.plan.device, documents=self.config.data.mask_documents) as batches:
-            self.backward(next(batches))
-        self.optimizer.zero_grad()
+            self.engine.backward(next(batches), self.plan.micro_batch)
+        self.engine.optimizer.zero_grad()
         synchronize(self.plan.device)
         self.compile_seconds = time.perf_counter() - start
 
@@ -279,8 +262,8 @@ class Trainer:
             documents = (
                 document_numbers(inputs, end_of_text(self.val_data)) if self.config.data.mask_documents else None
             )
-            with self.autocast():
-                total += len(tokens) * self.forward(inputs, targets, documents)
+            batch = Batch(inputs, targets, documents).padded(self.plan.micro_batch if self.plan.compile else 0)
+            total += len(tokens) * self.engine.loss(batch)
             rows += len(tokens)
         self.val_loss = (total / rows).item()
         self.write("val", self.step, val_loss=self.val_loss, seconds=self.seconds)
@@ -304,7 +287,8 @@ class Trainer:
         return torch.from_numpy(windows[:, :-1]).to(self.plan.device)
 
     def record_layers(self) -> None:
-        with self.autocast():
+        reduced = self.plan.dtype != torch.float32
+        with torch.autocast(self.plan.device.type, self.plan.dtype, enabled=reduced):
             self.write("layers", self.step, **layer_scalars(self.model, self.layer_tokens))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -312,9 +296,6 @@ class Trainer:
         self.metrics.write(record)
         for sink in self.sinks:
             sink.write(record)
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.plan.device.type, torch.bfloat16, enabled=self.plan.dtype == torch.bfloat16)
 
     def summary(self, status: Status) -> Summary:
         good = checkpoint.newest(self.run.checkpoints)
@@ -333,16 +314,6 @@ class Trainer:
             checkpoint=good.name if good else None,
             environment=environment(self.plan.device),
         )
-
-
-def make_optimizer(model: Decoder, plan: Plan) -> torch.optim.AdamW:
-    """Adam; matrices decay where the configuration says so. With no decay, AdamW is Adam."""
-    o = plan.config.optimizer
-    groups: list[dict[str, Any]] = [
-        {"params": list(model.matrices().values()), "weight_decay": o.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=plan.peak_lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
 
 
 @contextmanager

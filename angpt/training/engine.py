@@ -1,0 +1,99 @@
+"""What computes a training step, fast: the model in low precision, compiled block by block, and its optimizer.
+
+Parameters stay in fp32. For bf16 the matrices have copies, which the optimizer writes in the same pass in which it
+updates the parameters: nothing is cast in the forward pass, and gradients of the copies go straight to the optimizer.
+Vectors (learned scales, γ) are few and are shared.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from angpt.config import OptimizerConfig
+from angpt.data.loader import Batch
+from angpt.models.decoder import Decoder
+from angpt.training.optimizer import Adam
+
+# cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Engine:
+    """A model with its optimizer on a device. `model` holds the parameters; `compute` is what runs."""
+
+    def __init__(self, model: Decoder, config: OptimizerConfig, dtype: torch.dtype, compiled: bool) -> None:
+        self.model = model
+        self.compute = model if dtype == torch.float32 else low_precision(model, dtype)
+        pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
+        self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
+        self.optimizer = Adam(model, config, self.copies)
+        self.device = next(model.parameters()).device
+        if compiled:
+            compile_parts(self.compute)
+
+    def backward(self, batch: Batch, micro_batch: int) -> Tensor:
+        """The gradient of the mean loss of a batch, in passes of `micro_batch` rows; the loss."""
+        passes = len(batch.inputs) // micro_batch
+        total = torch.zeros((), device=self.device)
+        with attention_backends():
+            for i in range(passes):
+                loss = self.compute(*batch.rows(i * micro_batch, (i + 1) * micro_batch)) / passes
+                torch.autograd.backward(loss)
+                total += loss.detach()
+                if passes > 1:
+                    self.gather()
+        return total
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Add the gradients of the copies to those of the parameters, where sums do not round in bf16."""
+        fresh = [(p, c) for p, c in self.copies.items() if p.grad is None and c.grad is not None]
+        rest = [(p.grad, c.grad) for p, c in self.copies.items() if p.grad is not None and c.grad is not None]
+        if rest:
+            sums, terms = zip(*rest, strict=True)
+            torch._foreach_add_(sums, terms)
+        for p, c in fresh:
+            p.grad = c.grad.float() if c.grad is not None else None
+        for c in self.copies.values():
+            c.grad = None
+
+    @torch.no_grad()
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch, in one pass."""
+        with attention_backends():
+            return self.compute(*batch)
+
+    def step(self, number: int, lr: float) -> Tensor:
+        """The optimizer step `number` (from 1); the norm of the gradient."""
+        return self.optimizer.step(number, lr)
+
+
+def low_precision(model: Decoder, dtype: torch.dtype) -> Decoder:
+    """A copy of the model with matrices in `dtype`, and with the vectors of the model itself."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype)) if p.ndim == 2 else p for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def compile_parts(model: Decoder) -> None:
+    """Compile the block, once for all layers, and the head with the loss. As fast per step as compiling the whole, and
+    ready in a fraction of the time."""
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    loss: Callable[..., Tensor] = torch.compile(model.loss, dynamic=False)
+    model.loss = loss  # type: ignore[method-assign]
+
+
+@contextmanager
+def attention_backends() -> Iterator[None]:
+    with sdpa_kernel(BACKENDS, set_priority=True):
+        yield

@@ -1,0 +1,116 @@
+"""The optimizer step of a matrix on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
+
+`optimizer.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from angpt.models.constraints import TINY, Constraint
+
+TILE = 4096
+"""Elements that one program holds in registers."""
+COLUMNS = 16
+"""Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
+
+
+@triton.jit
+def _adam(p, m, v, g, clip, lr_decay, beta1, beta2, eps, step_size, inverse_bias2):
+    """One Adam step on values in registers."""
+    g = g.to(tl.float32) * clip
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    p = p * (1 - lr_decay) - step_size * m / (tl.sqrt(v) * inverse_bias2 + eps)
+    return p, m, v
+
+
+@triton.jit
+def _scale(squares, UNIT: tl.constexpr, TINY: tl.constexpr):
+    scale = 1 / tl.maximum(tl.sqrt(squares), TINY)
+    if not UNIT:
+        scale = tl.minimum(scale, 1.0)
+    return scale
+
+
+@triton.jit
+def _rows(
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, clip_ptr,
+    lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_rows, n_cols,
+    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of whole rows: one read and one write of everything."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
+    p, m, v, g = (
+        tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
+        tl.load(v_ptr + at, inside, 0.0), tl.load(g_ptr + at, inside, 0.0),
+    )  # fmt: skip
+    p, m, v = _adam(p, m, v, g, tl.load(clip_ptr), lr_decay, beta1, beta2, eps, step_size, inverse_bias2)
+    if CONSTRAINED:
+        p = p * _scale(tl.sum(p * p, axis=1, keep_dims=True), UNIT, TINY)
+    tl.store(p_ptr + at, p, inside)
+    tl.store(m_ptr + at, m, inside)
+    tl.store(v_ptr + at, v, inside)
+    if COPY:
+        tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _columns(
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, clip_ptr,
+    lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_rows, n_cols,
+    UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A strip of whole columns: down once for Adam and the lengths, once more, out of the cache, to scale."""
+    cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
+    squares = tl.zeros((1, COLS), tl.float32)
+    clip = tl.load(clip_ptr)
+    for first in range(0, n_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
+        p, m, v, g = (
+            tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
+            tl.load(v_ptr + at, inside, 0.0), tl.load(g_ptr + at, inside, 0.0),
+        )  # fmt: skip
+        p, m, v = _adam(p, m, v, g, clip, lr_decay, beta1, beta2, eps, step_size, inverse_bias2)
+        squares += tl.sum(p * p, axis=0, keep_dims=True)
+        tl.store(p_ptr + at, p, inside)
+        tl.store(m_ptr + at, m, inside)
+        tl.store(v_ptr + at, v, inside)
+    scale = _scale(squares, UNIT, TINY)
+    for first in range(0, n_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
+        p = tl.load(p_ptr + at, inside, 0.0) * scale
+        tl.store(p_ptr + at, p, inside)
+        if COPY:
+            tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), inside)
+
+
+def adam_(
+    p: Tensor, copy: Tensor | None, m: Tensor, v: Tensor, g: Tensor, clip: Tensor, *,
+    lr: float, decay: float, betas: tuple[float, float], eps: float, step: int, constraint: Constraint | None,
+) -> None:  # fmt: skip
+    """One step of one matrix, in place; see `optimizer.adam_`."""
+    n_rows, n_cols = p.shape
+    scalars = (
+        lr * decay, *betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5, n_rows, n_cols,
+    )  # fmt: skip
+    tensors = (p, p if copy is None else copy, m, v, g.contiguous(), clip)
+    common = {"COPY": copy is not None, "UNIT": constraint is not None and constraint.kind == "unit", "TINY": TINY}
+    with torch.cuda.device(p.device):
+        if constraint is not None and constraint.dim == 0:
+            rows = TILE // COLUMNS
+            _columns[(triton.cdiv(n_cols, COLUMNS),)](
+                *tensors, *scalars, **common, ROWS=rows, COLS=COLUMNS, num_warps=8
+            )
+        else:
+            cols = triton.next_power_of_2(n_cols)
+            rows = max(1, TILE // cols)
+            grid = (triton.cdiv(n_rows, rows),)
+            constrained = constraint is not None
+            _rows[grid](*tensors, *scalars, CONSTRAINED=constrained, **common, ROWS=rows, COLS=cols, num_warps=8)
