@@ -1,13 +1,12 @@
 """anGPT: normalization by constant factors ν, every weight row bounded by 1. Third column of Table 1."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.models import decoder, factors
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, lerp, norm
+from angpt.models.primitives import Context, LearnedScale, lerp, norm, norm_rotated, swiglu
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -30,15 +29,15 @@ class Block(decoder.Block):
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with ν_p
-        k = norm(ctx.rotate(k))  # k ← norm(k)
-        q = norm(ctx.rotate(q))  # q ← norm(q)
-        h_a = self.attend(q * self.g(), k, v, ctx)  # A ← softmax(q kᵀ · g)
+        k = norm_rotated(k, ctx)  # k ← norm(k)
+        q = norm_rotated(q, ctx, gain=self.g())  # q ← norm(q), and the g of the next
+        h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
         h_a = self.W_p(h_a, self.nu.qkv * self.nu.p)  # h_a ← W_p (A v) · ν_p
         return norm(h_a)  # h_a ← norm(h_a)
 
     def mlp(self, h: Tensor) -> Tensor:
-        u, z = self.W_uz(h, self.nu.uz).chunk(2, dim=-1)  # u, z ← W_uz h · ν_uz
-        h_m = u * F.silu(z)  # h_m ← u · SiLU(z) · ν_acf, the factor with the next
+        uz = self.W_uz(h)  # u, z ← W_uz h · ν_uz, the factor with the next
+        h_m = swiglu(uz, self.nu.uz)  # h_m ← u · SiLU(z) · ν_acf, the factor with the next
         h_m = self.W_d(h_m, self.nu.acf * self.nu.d)  # h_m ← W_d h_m · ν_d
         return norm(h_m)  # h_m ← norm(h_m)
 

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.constraints import Constraint, project_
-from angpt.models.primitives import Context, Linear, Resettable, attend, make_context, split_heads, wide
+from angpt.models.primitives import Context, Linear, Resettable, attend, cross_entropy, make_context, split_heads
 
 
 class Block(nn.Module, ABC):
@@ -84,7 +83,7 @@ class Decoder(nn.Module, ABC):
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of the targets, given the residual stream at the top."""
-        return F.cross_entropy(wide(self.head(h)).flatten(0, 1), targets.flatten())
+        return cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
 
     def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """The residual stream as it enters each layer, and after the last: (L + 1, B, T, d_m)."""

@@ -3,12 +3,11 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
 from angpt.models import decoder
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm_rotated, swiglu
 
 
 class Block(decoder.Block):
@@ -24,15 +23,15 @@ class Block(decoder.Block):
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         h_a = self.norm_a(h)  # h_a ← rms(h) · γ_a
         q, k, v = self.heads(self.W_qkv(h_a))  # q, k, v ← W_qkv h_a
-        k = norm(ctx.rotate(k))  # k ← norm(k)
-        q = norm(ctx.rotate(q))  # q ← norm(q)
-        h_a = self.attend(q * self.g(), k, v, ctx)  # A ← softmax(q kᵀ · g)
+        k = norm_rotated(k, ctx)  # k ← norm(k)
+        q = norm_rotated(q, ctx, gain=self.g())  # q ← norm(q), and the g of the next
+        h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
         return self.W_p(h_a)  # h_a ← W_p (A v)
 
     def mlp(self, h: Tensor) -> Tensor:
         h_m = self.norm_m(h)  # h_m ← rms(h) · γ_m
-        u, z = self.W_uz(h_m).chunk(2, dim=-1)  # u, z ← W_uz h_m
-        h_m = u * F.silu(z)  # h_m ← u · SiLU(z)
+        uz = self.W_uz(h_m)  # u, z ← W_uz h_m
+        h_m = swiglu(uz)  # h_m ← u · SiLU(z)
         return self.W_d(h_m)  # h_m ← W_d h_m
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:

@@ -4,13 +4,12 @@ of Table 1."""
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.models import decoder
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm
+from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm, norm_rotated, swiglu
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -30,9 +29,9 @@ class Block(decoder.Block):
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         s_q = s_k = self.s_qk().view(-1, 1, self.d_head)
         q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h
-        k = norm(ctx.rotate(k)) * s_k  # k ← norm(k) · s_k
-        q = norm(ctx.rotate(q)) * s_q  # q ← norm(q) · s_q
-        h_a = self.attend(q * self.sqrt_d_k, k, v, ctx)  # A ← softmax(q kᵀ · √d_k)
+        k = norm_rotated(k, ctx, gain=s_k)  # k ← norm(k) · s_k
+        q = norm_rotated(q, ctx, gain=s_q * self.sqrt_d_k)  # q ← norm(q) · s_q, and the √d_k of the next
+        h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · √d_k)
         h_a = self.W_p(h_a)  # h_a ← W_p (A v)
         return norm(h_a)  # h_a ← norm(h_a)
 
@@ -42,8 +41,8 @@ class Block(decoder.Block):
             s_u,  # u ← u · s_u
             s_z * self.sqrt_d,  # z ← z · s_z · √d
         )
-        u, z = self.W_uz(h, torch.cat(rows)).chunk(2, dim=-1)  # u, z ← W_uz h
-        h_m = u * F.silu(z)  # h_m ← u · SiLU(z)
+        uz = self.W_uz(h, torch.cat(rows))  # u, z ← W_uz h
+        h_m = swiglu(uz)  # h_m ← u · SiLU(z)
         h_m = self.W_d(h_m)  # h_m ← W_d h_m
         return norm(h_m)  # h_m ← norm(h_m)
 

@@ -14,6 +14,11 @@ from torch import Tensor, nn
 EPS = 1e-20
 
 
+def use_kernels(x: Tensor) -> bool:
+    """Whether the hand-written kernels apply: in bf16 on a GPU."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 def wide(x: Tensor) -> Tensor:
     """x in at least fp32."""
     return x if x.dtype == torch.float64 else x.float()
@@ -34,6 +39,25 @@ def rms(x: Tensor) -> Tensor:
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:
     """(h + α (x − h)) · ν, written as one product with each of two vectors, so that α and ν cost nothing per token."""
     return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
+
+
+def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
+    """u · SiLU(z) of u, z = uz · scale."""
+    if use_kernels(uz):
+        from angpt.models import kernels
+
+        return kernels.swiglu(uz, scale)
+    u, z = (uz if scale == 1.0 else uz * scale).chunk(2, dim=-1)
+    return u * F.silu(z)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of logits (N, V), which must not be used any more; targets of −100 are not counted."""
+    if use_kernels(logits):
+        from angpt.models import kernels
+
+        return kernels.cross_entropy_(logits, targets)
+    return F.cross_entropy(wide(logits), targets)
 
 
 @runtime_checkable
@@ -128,6 +152,18 @@ class Context(NamedTuple):
         half = self.cos.shape[-1]
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos, rest.to(self.cos.dtype)), dim=-1)
+
+
+def norm_rotated(x: Tensor, ctx: Context, gain: Tensor | None = None) -> Tensor:
+    """norm(rotate(x)) of each head (B, H, T, d_h), times a gain per head and dimension, or one for all."""
+    if use_kernels(x) and x.shape[-1] in (16, 32, 64, 128, 256):
+        from angpt.models import kernels
+
+        heads = x.shape[1], x.shape[3]
+        full = None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(heads).contiguous()
+        return kernels.norm_rotated(x.transpose(1, 2), ctx.cos, ctx.sin, full).transpose(1, 2)
+    y = norm(ctx.rotate(x))
+    return y if gain is None else y * gain
 
 
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:

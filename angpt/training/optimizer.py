@@ -66,12 +66,12 @@ class Adam:
                 part.copy.copy_(part.weight)
 
     @torch.no_grad()
-    def step(self, number: int, lr: float) -> Tensor:
-        """Step `number` (from 1) with the gradients at hand, which are dropped. Returns their norm before clipping,
-        without waiting for the device."""
+    def step(self, number: int, lr: float, terms: int = 1) -> Tensor:
+        """Step `number` (from 1) with the gradients at hand, a sum of so many terms of which the mean counts; they are
+        dropped. Returns the norm of the mean before clipping, without waiting for the device."""
         gradients = [part.gradient() for part in self.parts]
-        norm = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm()
-        clip = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
+        norm = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm() / terms
+        clip = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) / terms
         self.update(gradients, clip, number, lr)
         self.zero_grad()
         return norm

@@ -1,0 +1,254 @@
+"""Hand-written GPU kernels for three places where compiled PyTorch moves two to five times the bytes that it must.
+
+Each has its plain form in `primitives`, which is what runs on the CPU and in fp32, and what the tests compare with.
+docs/performance.md says what each of them buys.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from angpt.models.primitives import EPS
+
+BLOCK = 1024
+TOKENS = 64
+"""Tokens of one head per program in `norm_rotated`."""
+LOGITS = 8192
+"""Logits per step of the loop along a row."""
+
+
+# u · SiLU(z), both halves of one tensor and both times a constant.
+
+
+@triton.jit
+def _swiglu(uz_ptr, h_ptr, scale, width, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
+    tl.store(h_ptr + row * width + col, u * z * tl.sigmoid(z), inside)
+
+
+@triton.jit
+def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, scale, width, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
+    dh = tl.load(dh_ptr + row * width + col, inside, 0.0).to(tl.float32) * scale
+    s = tl.sigmoid(z)
+    tl.store(duz_ptr + row * 2 * width + col, dh * z * s, inside)
+    tl.store(duz_ptr + row * 2 * width + width + col, dh * u * s * (1 + z * (1 - s)), inside)
+
+
+@triton_op("angpt::swiglu", mutates_args={})
+def swiglu(uz: Tensor, scale: float) -> Tensor:
+    """primitives.swiglu on (…, 2 f), contiguous."""
+    width = uz.shape[-1] // 2
+    h = torch.empty(*uz.shape[:-1], width, dtype=uz.dtype, device=uz.device)
+    grid = (uz.numel() // (2 * width), triton.cdiv(width, BLOCK))
+    wrap_triton(_swiglu)[grid](uz, h, scale, width, BLOCK=BLOCK)
+    return h
+
+
+@triton_op("angpt::swiglu_backward", mutates_args={})
+def swiglu_backward(uz: Tensor, dh: Tensor, scale: float) -> Tensor:
+    width = uz.shape[-1] // 2
+    duz = torch.empty_like(uz)
+    grid = (uz.numel() // (2 * width), triton.cdiv(width, BLOCK))
+    wrap_triton(_swiglu_backward)[grid](uz, dh, duz, scale, width, BLOCK=BLOCK)
+    return duz
+
+
+def _save_swiglu(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.scale = inputs[1]
+
+
+swiglu.register_autograd(
+    lambda ctx, dh: (swiglu_backward(ctx.saved_tensors[0], dh.contiguous(), ctx.scale), None),
+    setup_context=_save_swiglu,
+)
+
+
+# norm(rotate(x)) · gain for each head of q or k. Rotation and norm commute, so each program loads a tile of unrotated
+# vectors, and once more with the two halves of the rotated part exchanged.
+
+
+@triton.jit
+def _tile(ptr, rows, cols, row_stride, inside):
+    return tl.load(ptr + rows * row_stride + cols, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _angles(cos_ptr, sin_ptr, rows, cols, period, HALF: tl.constexpr):
+    """Cosine, and sine with the sign that its term has in each column; 1 and 0 where nothing is rotated."""
+    at, rotated = (rows % period) * HALF + cols % HALF, cols < 2 * HALF
+    sign = tl.where(cols < HALF, -1.0, 1.0)
+    return tl.load(cos_ptr + at, rotated, 1.0), tl.load(sin_ptr + at, rotated, 0.0) * sign
+
+
+@triton.jit
+def _norm_rotated(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, gain_ptr, n_tokens, stride, heads, period,
+    GAIN: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    rows = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    cols = tl.arange(0, D)[None, :]
+    partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
+    inside = (rows < n_tokens) & (cols < D)
+    x = _tile(x_ptr + head * D, rows, cols, stride, inside)
+    exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
+    cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
+    y = (x * cos + exchanged * sin) * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+    if GAIN:
+        y *= tl.load(gain_ptr + head * D + cols)
+    tl.store(y_ptr + (rows * heads + head) * D + cols, y, inside)
+
+
+@triton.jit
+def _norm_rotated_backward(
+    x_ptr, dy_ptr, dx_ptr, cos_ptr, sin_ptr, gain_ptr, dgain_ptr, n_tokens, stride, heads, period, dy_stride, dy_head,
+    GAIN: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    rows = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    cols = tl.arange(0, D)[None, :]
+    partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
+    inside = (rows < n_tokens) & (cols < D)
+    x = _tile(x_ptr + head * D, rows, cols, stride, inside)
+    dy = _tile(dy_ptr + head * dy_head, rows, cols, dy_stride, inside)
+    dy_exchanged = _tile(dy_ptr + head * dy_head, rows, partner, dy_stride, inside)
+    cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+    if GAIN:
+        exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
+        y = (x * cos + exchanged * sin) * inverse
+        tl.store(dgain_ptr + (tl.program_id(1) * heads + head) * D + cols, tl.sum(dy * y, axis=0, keep_dims=True))
+        dy *= tl.load(gain_ptr + head * D + cols)
+        dy_exchanged *= tl.load(gain_ptr + head * D + partner)
+    d_unit = dy * cos - dy_exchanged * sin  # rotated back
+    unit = x * inverse
+    dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * inverse
+    tl.store(dx_ptr + (rows * heads + head) * D + cols, dx, inside)
+
+
+@triton_op("angpt::norm_rotated", mutates_args={})
+def norm_rotated(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None) -> Tensor:
+    """primitives.norm_rotated on (B, T, H, D), of which the last two dimensions are contiguous, with a gain (H, D)."""
+    b, t, heads, d = x.shape
+    y = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
+    grid = (heads, triton.cdiv(b * t, TOKENS))
+    wrap_triton(_norm_rotated)[grid](
+        x, y, cos, sin, x if gain is None else gain, b * t, x.stride(1), heads, cos.numel() // cos.shape[-1],
+        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS,
+    )  # fmt: skip
+    return y
+
+
+@triton_op("angpt::norm_rotated_backward", mutates_args={})
+def norm_rotated_backward(
+    x: Tensor, dy: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the gain, the latter still a term for each block of tokens."""
+    b, t, heads, d = x.shape
+    dx = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
+    blocks = triton.cdiv(b * t, TOKENS)
+    terms = torch.empty(0 if gain is None else blocks, heads, d, dtype=torch.float32, device=x.device)
+    wrap_triton(_norm_rotated_backward)[(heads, blocks)](
+        x, dy, dx, cos, sin, x if gain is None else gain, terms,
+        b * t, x.stride(1), heads, cos.numel() // cos.shape[-1], dy.stride(1), dy.stride(2),
+        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS,
+    )  # fmt: skip
+    return dx, terms
+
+
+def _save_norm_rotated(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _norm_rotated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, cos, sin, gain = ctx.saved_tensors
+    if dy.stride(3) != 1 or dy.stride(0) != dy.stride(1) * dy.shape[1]:
+        dy = dy.contiguous()
+    dx, terms = norm_rotated_backward(x, dy, cos, sin, gain)
+    return dx, None, None, None if gain is None else terms.sum(0)
+
+
+norm_rotated.register_autograd(_norm_rotated_gradient, setup_context=_save_norm_rotated)
+
+
+# Mean cross-entropy of logits (N, V), which it overwrites with their gradient while their row is still in the cache.
+
+
+@triton.jit
+def _cross_entropy(
+    logits_ptr, targets_ptr, losses_ptr, count_ptr, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    target = tl.load(targets_ptr + row)
+    counted = target >= 0
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, x)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(largest - safe) + tl.exp(x - safe)
+        largest = new
+    top = tl.max(largest)
+    lse = top + tl.log(tl.sum(total * tl.exp(largest - top)))
+    at_target = tl.load(logits_ptr + target, counted, 0.0).to(tl.float32)
+    tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
+    if GRADIENT:
+        weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
+        for first in range(0, width, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+            gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
+            tl.store(logits_ptr + cols, gradient, cols < width)
+
+
+@triton.jit
+def _multiply(x_ptr, factor_ptr, width, BLOCK: tl.constexpr):
+    """In place; a factor of 1, as almost always, costs the launch alone."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        x_ptr += tl.program_id(0).to(tl.int64) * width
+        for first in range(0, width, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            tl.store(x_ptr + cols, tl.load(x_ptr + cols, cols < width).to(tl.float32) * factor, cols < width)
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        n, width = logits.shape
+        losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+        count = (targets >= 0).sum().float()
+        gradient = ctx.needs_input_grad[0]
+        _cross_entropy[(n,)](
+            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=16
+        )  # fmt: skip
+        ctx.gradient = logits.detach() if gradient else None
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        n, width = gradient.shape
+        _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LOGITS)
+        return gradient, None
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
+    """primitives.cross_entropy; the logits are lost."""
+    result: Tensor = CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return result
