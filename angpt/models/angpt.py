@@ -6,7 +6,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder, factors
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, lerp, norm, norm_rotated, swiglu
+from angpt.models.primitives import Context, LearnedScale, norm_rotated, swiglu, update
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -28,25 +28,26 @@ class Block(decoder.Block):
         return factors.nu_lerp(alpha)
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with ν_p
+        q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with the update
         k = norm_rotated(k, ctx)  # k ← norm(k)
         q = norm_rotated(q, ctx, gain=self.g())  # q ← norm(q), and the g of the next
         h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
-        h_a = self.W_p(h_a, self.nu.qkv * self.nu.p)  # h_a ← W_p (A v) · ν_p
-        return norm(h_a)  # h_a ← norm(h_a)
+        return self.W_p(h_a)  # h_a ← W_p (A v) · ν_p, the factor with the update
 
     def mlp(self, h: Tensor) -> Tensor:
         uz = self.W_uz(h)  # u, z ← W_uz h · ν_uz, the factor with the next
-        h_m = swiglu(uz, self.nu.uz)  # h_m ← u · SiLU(z) · ν_acf, the factor with the next
-        h_m = self.W_d(h_m, self.nu.acf * self.nu.d)  # h_m ← W_d h_m · ν_d
-        return norm(h_m)  # h_m ← norm(h_m)
+        h_m = swiglu(uz, self.nu.uz)  # h_m ← u · SiLU(z) · ν_acf, the factor with the update
+        return self.W_d(h_m)  # h_m ← W_d h_m · ν_d, the factor with the update
 
-    def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-        return lerp(h, x, alpha, self.nu_lerp(alpha))
+    def update(self, h: Tensor, x: Tensor, alpha: Tensor, scale: float) -> Tensor:
+        return update(h, x, alpha, self.nu_lerp(alpha), scale=scale)
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
-        h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← (h + α_a (h_a − h)) · ν(α_a)
-        return self.update(h, self.mlp(h), self.alpha_m())  # h ← (h + α_m (h_m − h)) · ν(α_m)
+        nu = self.nu
+        h = self.update(
+            h, self.attention(h, ctx), self.alpha_a(), nu.qkv * nu.p
+        )  # h ← (h + α_a (norm(h_a) − h)) · ν(α_a)
+        return self.update(h, self.mlp(h), self.alpha_m(), nu.acf * nu.d)  # h ← (h + α_m (norm(h_m) − h)) · ν(α_m)
 
 
 class AnGPT(decoder.Decoder):

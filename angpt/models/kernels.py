@@ -1,4 +1,4 @@
-"""Hand-written GPU kernels for three places where compiled PyTorch moves two to five times the bytes that it must.
+"""Hand-written GPU kernels for four places where compiled PyTorch moves two to five times the bytes that it must.
 
 Each has its plain form in `primitives`, which is what runs on the CPU and in fp32, and what the tests compare with.
 docs/performance.md says what each of them buys.
@@ -17,7 +17,9 @@ from angpt.models.primitives import EPS
 BLOCK = 1024
 TOKENS = 64
 """Tokens of one head per program in `norm_rotated`."""
-LOGITS = 8192
+TILE, ROWS = 4096, 32
+"""Elements of `update` that are in registers at once, and rows over which one program sums the gradients of vectors."""
+LOGITS = 4096
 """Logits per step of the loop along a row."""
 
 
@@ -25,8 +27,16 @@ LOGITS = 8192
 
 
 @triton.jit
+def _place(width, BLOCK: tl.constexpr):
+    """Row and columns of a program, neighbours along the row."""
+    blocks = tl.cdiv(width, BLOCK)
+    program = tl.program_id(0)
+    return (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def _swiglu(uz_ptr, h_ptr, scale, width, BLOCK: tl.constexpr):
-    row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, col = _place(width, BLOCK)
     inside = col < width
     u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
     z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
@@ -35,7 +45,7 @@ def _swiglu(uz_ptr, h_ptr, scale, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, scale, width, BLOCK: tl.constexpr):
-    row, col = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, col = _place(width, BLOCK)
     inside = col < width
     u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
     z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
@@ -50,7 +60,7 @@ def swiglu(uz: Tensor, scale: float) -> Tensor:
     """primitives.swiglu on (…, 2 f), contiguous."""
     width = uz.shape[-1] // 2
     h = torch.empty(*uz.shape[:-1], width, dtype=uz.dtype, device=uz.device)
-    grid = (uz.numel() // (2 * width), triton.cdiv(width, BLOCK))
+    grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
     wrap_triton(_swiglu)[grid](uz, h, scale, width, BLOCK=BLOCK)
     return h
 
@@ -59,7 +69,7 @@ def swiglu(uz: Tensor, scale: float) -> Tensor:
 def swiglu_backward(uz: Tensor, dh: Tensor, scale: float) -> Tensor:
     width = uz.shape[-1] // 2
     duz = torch.empty_like(uz)
-    grid = (uz.numel() // (2 * width), triton.cdiv(width, BLOCK))
+    grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
     wrap_triton(_swiglu_backward)[grid](uz, dh, duz, scale, width, BLOCK=BLOCK)
     return duz
 
@@ -183,6 +193,105 @@ def _norm_rotated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 norm_rotated.register_autograd(_norm_rotated_gradient, setup_context=_save_norm_rotated)
 
 
+# a · h + b · norm(x · scale), the residual update, and by option the norm of that.
+
+
+@triton.jit
+def _update(
+    h_ptr, x_ptr, a_ptr, b_ptr, y_ptr, scale, n_rows, width,
+    NORMED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :]
+    at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
+    h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * scale
+    a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
+    y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+    if NORMED:
+        y *= tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
+    tl.store(y_ptr + at, y, inside)
+
+
+@triton.jit
+def _update_backward(
+    h_ptr, x_ptr, a_ptr, b_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, scale, n_rows, width,
+    NORMED: tl.constexpr, EPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, COLS)[None, :]
+    a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
+    da, db = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)
+    for tile in range(TILES):
+        rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
+        at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
+        h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * scale
+        dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+        unit = x * inverse
+        if NORMED:
+            y = a * h + b * unit
+            inverse_y = tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
+            y *= inverse_y
+            dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
+        da += tl.sum(dy * h, axis=0, keep_dims=True)
+        db += tl.sum(dy * unit, axis=0, keep_dims=True)
+        d_unit = b * dy
+        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * scale)
+        tl.store(dh_ptr + at, a * dy, inside)
+        tl.store(dx_ptr + at, dx, inside)
+    terms_ptr += tl.program_id(0) * 2 * width
+    tl.store(terms_ptr + cols, da, cols < width)
+    tl.store(terms_ptr + width + cols, db, cols < width)
+
+
+def _update_tile(width: int) -> dict[str, int]:
+    cols = triton.next_power_of_2(width)
+    return {"ROWS": max(1, TILE // cols), "COLS": cols}
+
+
+@triton_op("angpt::update", mutates_args={})
+def update(h: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, normed: bool) -> Tensor:
+    """primitives.update on (…, d), contiguous, with its two vectors."""
+    width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1])
+    n = h.numel() // width
+    wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
+        h, x, a, b, y, scale, n, width, NORMED=normed, EPS=EPS, **tile, num_warps=8
+    )
+    return y
+
+
+@triton_op("angpt::update_backward", mutates_args={})
+def update_backward(
+    h: Tensor, x: Tensor, a: Tensor, b: Tensor, dy: Tensor, scale: float, normed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of h and x, and of the vectors, the latter still a term for each block of rows."""
+    width, tile = h.shape[-1], _update_tile(h.shape[-1])
+    n = h.numel() // width
+    tiles = max(1, ROWS // tile["ROWS"])
+    blocks = triton.cdiv(n, tiles * tile["ROWS"])
+    dh, dx = torch.empty_like(h), torch.empty_like(x)
+    terms = torch.empty(blocks, 2, width, dtype=torch.float32, device=h.device)
+    wrap_triton(_update_backward)[(blocks,)](
+        h, x, a, b, dy, dh, dx, terms, scale, n, width, NORMED=normed, EPS=EPS, TILES=tiles, **tile, num_warps=8
+    )
+    return dh, dx, terms
+
+
+def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, float, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dh, dx, terms = update_backward(*ctx.saved_tensors, dy.contiguous(), *ctx.options)
+    da, db = terms.sum(0).unbind(0)
+    return dh, dx, da, db, None, None
+
+
+update.register_autograd(_update_gradient, setup_context=_save_update)
+
+
 # Mean cross-entropy of logits (N, V), which it overwrites with their gradient while their row is still in the cache.
 
 
@@ -194,17 +303,17 @@ def _cross_entropy(
     logits_ptr += row * width
     target = tl.load(targets_ptr + row)
     counted = target >= 0
-    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    largest = tl.max(tl.load(logits_ptr + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < width, float("-inf"))).to(
+        tl.float32
+    )
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
-        new = tl.maximum(largest, x)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(largest - safe) + tl.exp(x - safe)
+        new = tl.maximum(largest, tl.max(x))
+        total = total * tl.exp(largest - new) + tl.exp(x - new)
         largest = new
-    top = tl.max(largest)
-    lse = top + tl.log(tl.sum(total * tl.exp(largest - top)))
+    lse = largest + tl.log(tl.sum(total))
     at_target = tl.load(logits_ptr + target, counted, 0.0).to(tl.float32)
     tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
     if GRADIENT:
@@ -235,7 +344,7 @@ class CrossEntropy(torch.autograd.Function):
         count = (targets >= 0).sum().float()
         gradient = ctx.needs_input_grad[0]
         _cross_entropy[(n,)](
-            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=16
+            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=8
         )  # fmt: skip
         ctx.gradient = logits.detach() if gradient else None
         return losses.sum() / count

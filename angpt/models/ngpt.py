@@ -9,7 +9,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm, norm_rotated, swiglu
+from angpt.models.primitives import Context, LearnedScale, PositiveScale, norm_rotated, swiglu, update
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -32,8 +32,7 @@ class Block(decoder.Block):
         k = norm_rotated(k, ctx, gain=s_k)  # k ← norm(k) · s_k
         q = norm_rotated(q, ctx, gain=s_q * self.sqrt_d_k)  # q ← norm(q) · s_q, and the √d_k of the next
         h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · √d_k)
-        h_a = self.W_p(h_a)  # h_a ← W_p (A v)
-        return norm(h_a)  # h_a ← norm(h_a)
+        return self.W_p(h_a)  # h_a ← W_p (A v)
 
     def mlp(self, h: Tensor) -> Tensor:
         s_u, s_z = self.s_uz().chunk(2)
@@ -43,15 +42,14 @@ class Block(decoder.Block):
         )
         uz = self.W_uz(h, torch.cat(rows))  # u, z ← W_uz h
         h_m = swiglu(uz)  # h_m ← u · SiLU(z)
-        h_m = self.W_d(h_m)  # h_m ← W_d h_m
-        return norm(h_m)  # h_m ← norm(h_m)
+        return self.W_d(h_m)  # h_m ← W_d h_m
 
     def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-        return norm(lerp(h, x, alpha))
+        return update(h, x, alpha, normed=True)
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
-        h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← norm(h + α_a (h_a − h))
-        return self.update(h, self.mlp(h), self.alpha_m())  # h ← norm(h + α_m (h_m − h))
+        h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← norm(h + α_a (norm(h_a) − h))
+        return self.update(h, self.mlp(h), self.alpha_m())  # h ← norm(h + α_m (norm(h_m) − h))
 
 
 class NGPT(decoder.Decoder):

@@ -41,6 +41,18 @@ def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tenso
     return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
 
 
+def update(
+    h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0, *, scale: float = 1.0, normed: bool = False
+) -> Tensor:
+    """The residual update lerp(h, norm(x · scale), α, ν), or the norm of that."""
+    if use_kernels(h):
+        from angpt.models import kernels
+
+        return kernels.update(h, x.to(h.dtype), (1 - alpha) * nu, alpha * nu, scale, normed)
+    y = lerp(h, norm(x if scale == 1.0 else x * scale), alpha, nu)
+    return norm(y) if normed else y
+
+
 def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
     """u · SiLU(z) of u, z = uz · scale."""
     if use_kernels(uz):

@@ -15,7 +15,7 @@ from angpt.models.constraints import Constraint
 from angpt.models.decoder import Decoder
 from angpt.models.gptplus import GPTPlus
 from angpt.models.ngpt import NGPT
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm, update
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -114,7 +114,7 @@ class NGPTLerpFactor(NGPT):
 
     class Block(ngpt.Block):
         def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-            return lerp(h, x, alpha, factors.nu_lerp(alpha))
+            return update(h, x, alpha, factors.nu_lerp(alpha))
 
 
 @variant("ngpt/bounded")
@@ -189,8 +189,8 @@ class NoLerp(AnGPT):
             del self.alpha_a, self.alpha_m
 
         def forward(self, h: Tensor, ctx: Context) -> Tensor:
-            h = h + self.attention(h, ctx)
-            return h + self.mlp(h)
+            h = h + norm(self.attention(h, ctx))
+            return h + norm(self.mlp(h))
 
 
 @variant("angpt/attention-factor")
