@@ -14,6 +14,7 @@ from torch.library import triton_op, wrap_triton
 
 from angpt.models.primitives import EPS
 
+# Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
 TOKENS = 64
 """Tokens of one head per program in `norm_rotated`."""
@@ -35,21 +36,21 @@ def _place(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(uz_ptr, h_ptr, scale, width, BLOCK: tl.constexpr):
+def _swiglu(uz_ptr, h_ptr, width, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     row, col = _place(width, BLOCK)
     inside = col < width
-    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
-    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * SCALE
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * SCALE
     tl.store(h_ptr + row * width + col, u * z * tl.sigmoid(z), inside)
 
 
 @triton.jit
-def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, scale, width, BLOCK: tl.constexpr):
+def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, width, SCALE: tl.constexpr, BLOCK: tl.constexpr):
     row, col = _place(width, BLOCK)
     inside = col < width
-    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * scale
-    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * scale
-    dh = tl.load(dh_ptr + row * width + col, inside, 0.0).to(tl.float32) * scale
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * SCALE
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * SCALE
+    dh = tl.load(dh_ptr + row * width + col, inside, 0.0).to(tl.float32) * SCALE
     s = tl.sigmoid(z)
     tl.store(duz_ptr + row * 2 * width + col, dh * z * s, inside)
     tl.store(duz_ptr + row * 2 * width + width + col, dh * u * s * (1 + z * (1 - s)), inside)
@@ -61,7 +62,7 @@ def swiglu(uz: Tensor, scale: float) -> Tensor:
     width = uz.shape[-1] // 2
     h = torch.empty(*uz.shape[:-1], width, dtype=uz.dtype, device=uz.device)
     grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
-    wrap_triton(_swiglu)[grid](uz, h, scale, width, BLOCK=BLOCK)
+    wrap_triton(_swiglu)[grid](uz, h, width, SCALE=scale, BLOCK=BLOCK)
     return h
 
 
@@ -70,7 +71,7 @@ def swiglu_backward(uz: Tensor, dh: Tensor, scale: float) -> Tensor:
     width = uz.shape[-1] // 2
     duz = torch.empty_like(uz)
     grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
-    wrap_triton(_swiglu_backward)[grid](uz, dh, duz, scale, width, BLOCK=BLOCK)
+    wrap_triton(_swiglu_backward)[grid](uz, dh, duz, width, SCALE=scale, BLOCK=BLOCK)
     return duz
 
 
@@ -198,14 +199,14 @@ norm_rotated.register_autograd(_norm_rotated_gradient, setup_context=_save_norm_
 
 @triton.jit
 def _update(
-    h_ptr, x_ptr, a_ptr, b_ptr, y_ptr, scale, n_rows, width,
-    NORMED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    h_ptr, x_ptr, a_ptr, b_ptr, y_ptr, n_rows, width,
+    SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
     h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * scale
+    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
     a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
     y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
     if NORMED:
@@ -215,8 +216,9 @@ def _update(
 
 @triton.jit
 def _update_backward(
-    h_ptr, x_ptr, a_ptr, b_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, scale, n_rows, width,
-    NORMED: tl.constexpr, EPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    h_ptr, x_ptr, a_ptr, b_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, n_rows, width,
+    SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
+    TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
     a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
@@ -225,7 +227,7 @@ def _update_backward(
         rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
         h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * scale
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
         dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
         unit = x * inverse
@@ -237,7 +239,7 @@ def _update_backward(
         da += tl.sum(dy * h, axis=0, keep_dims=True)
         db += tl.sum(dy * unit, axis=0, keep_dims=True)
         d_unit = b * dy
-        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * scale)
+        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * SCALE)
         tl.store(dh_ptr + at, a * dy, inside)
         tl.store(dx_ptr + at, dx, inside)
     terms_ptr += tl.program_id(0) * 2 * width
@@ -256,7 +258,7 @@ def update(h: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, normed: boo
     width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1])
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
-        h, x, a, b, y, scale, n, width, NORMED=normed, EPS=EPS, **tile, num_warps=8
+        h, x, a, b, y, n, width, SCALE=scale, NORMED=normed, EPS=EPS, **tile, num_warps=8
     )
     return y
 
@@ -273,8 +275,9 @@ def update_backward(
     dh, dx = torch.empty_like(h), torch.empty_like(x)
     terms = torch.empty(blocks, 2, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(blocks,)](
-        h, x, a, b, dy, dh, dx, terms, scale, n, width, NORMED=normed, EPS=EPS, TILES=tiles, **tile, num_warps=8
-    )
+        h, x, a, b, dy, dh, dx, terms, n, width,
+        SCALE=scale, NORMED=normed, EPS=EPS, TILES=tiles, **tile, num_warps=8,
+    )  # fmt: skip
     return dh, dx, terms
 
 
