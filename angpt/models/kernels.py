@@ -16,8 +16,8 @@ from angpt.models.primitives import EPS
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
-TOKENS = 64
-"""Tokens of one head per program in `norm_rotated`."""
+TOKENS, TILES = 32, 4
+"""Tokens of one head in registers in `norm_rotated`, and how many times that one program of its backward pass sums."""
 TILE, ROWS = 4096, 32
 """Elements of `update` that are in registers at once, and rows over which one program sums the gradients of vectors."""
 LOGITS = 4096
@@ -126,27 +126,32 @@ def _norm_rotated(
 def _norm_rotated_backward(
     x_ptr, dy_ptr, dx_ptr, cos_ptr, sin_ptr, gain_ptr, dgain_ptr, n_tokens, stride, heads, period, dy_stride, dy_head,
     GAIN: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    rows = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     cols = tl.arange(0, D)[None, :]
     partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
-    inside = (rows < n_tokens) & (cols < D)
-    x = _tile(x_ptr + head * D, rows, cols, stride, inside)
-    dy = _tile(dy_ptr + head * dy_head, rows, cols, dy_stride, inside)
-    dy_exchanged = _tile(dy_ptr + head * dy_head, rows, partner, dy_stride, inside)
-    cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+    dgain = tl.zeros((TOKENS, D), tl.float32)
+    for tile in range(TILES):
+        rows = (tl.program_id(1).to(tl.int64) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)[:, None]
+        inside = (rows < n_tokens) & (cols < D)
+        x = _tile(x_ptr + head * D, rows, cols, stride, inside)
+        dy = _tile(dy_ptr + head * dy_head, rows, cols, dy_stride, inside)
+        dy_exchanged = _tile(dy_ptr + head * dy_head, rows, partner, dy_stride, inside)
+        cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+        unit = x * inverse
+        d_unit = dy * cos - dy_exchanged * sin  # rotated back
+        if GAIN:
+            exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
+            dgain += dy * (x * cos + exchanged * sin) * inverse
+            d_unit = dy * tl.load(gain_ptr + head * D + cols) * cos
+            d_unit -= dy_exchanged * tl.load(gain_ptr + head * D + partner) * sin
+        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * inverse
+        tl.store(dx_ptr + (rows * heads + head) * D + cols, dx, inside)
     if GAIN:
-        exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
-        y = (x * cos + exchanged * sin) * inverse
-        tl.store(dgain_ptr + (tl.program_id(1) * heads + head) * D + cols, tl.sum(dy * y, axis=0, keep_dims=True))
-        dy *= tl.load(gain_ptr + head * D + cols)
-        dy_exchanged *= tl.load(gain_ptr + head * D + partner)
-    d_unit = dy * cos - dy_exchanged * sin  # rotated back
-    unit = x * inverse
-    dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * inverse
-    tl.store(dx_ptr + (rows * heads + head) * D + cols, dx, inside)
+        terms = tl.sum(dgain, axis=0, keep_dims=True)
+        tl.store(dgain_ptr + (tl.program_id(1) * heads + head) * D + cols, terms)
 
 
 @triton_op("angpt::norm_rotated", mutates_args={})
@@ -169,12 +174,12 @@ def norm_rotated_backward(
     """The gradients of x and of the gain, the latter still a term for each block of tokens."""
     b, t, heads, d = x.shape
     dx = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(b * t, TOKENS)
+    blocks = triton.cdiv(b * t, TOKENS * TILES)
     terms = torch.empty(0 if gain is None else blocks, heads, d, dtype=torch.float32, device=x.device)
     wrap_triton(_norm_rotated_backward)[(heads, blocks)](
         x, dy, dx, cos, sin, x if gain is None else gain, terms,
         b * t, x.stride(1), heads, cos.numel() // cos.shape[-1], dy.stride(1), dy.stride(2),
-        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS,
+        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS, TILES=TILES,
     )  # fmt: skip
     return dx, terms
 
@@ -222,7 +227,7 @@ def _update_backward(
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
     a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
-    da, db = tl.zeros((1, COLS), tl.float32), tl.zeros((1, COLS), tl.float32)
+    da, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
     for tile in range(TILES):
         rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
@@ -236,15 +241,15 @@ def _update_backward(
             inverse_y = tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
             y *= inverse_y
             dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
-        da += tl.sum(dy * h, axis=0, keep_dims=True)
-        db += tl.sum(dy * unit, axis=0, keep_dims=True)
+        da += dy * h  # summed over rows at the end: that takes all warps
+        db += dy * unit
         d_unit = b * dy
         dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * SCALE)
         tl.store(dh_ptr + at, a * dy, inside)
         tl.store(dx_ptr + at, dx, inside)
     terms_ptr += tl.program_id(0) * 2 * width
-    tl.store(terms_ptr + cols, da, cols < width)
-    tl.store(terms_ptr + width + cols, db, cols < width)
+    tl.store(terms_ptr + cols, tl.sum(da, axis=0, keep_dims=True), cols < width)
+    tl.store(terms_ptr + width + cols, tl.sum(db, axis=0, keep_dims=True), cols < width)
 
 
 def _update_tile(width: int) -> dict[str, int]:
@@ -321,8 +326,8 @@ def _cross_entropy(
     tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
     if GRADIENT:
         weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
-        for first in range(0, width, BLOCK):
-            cols = first + tl.arange(0, BLOCK)
+        for block in range(tl.cdiv(width, BLOCK)):  # backwards: what was read last is still in the cache
+            cols = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
             gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
             tl.store(logits_ptr + cols, gradient, cols < width)

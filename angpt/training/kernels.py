@@ -3,6 +3,8 @@
 `optimizer.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,8 @@ from angpt.models.constraints import TINY, Constraint
 
 TILE = 4096
 """Elements that one program holds in registers."""
+STRETCH = 8 * TILE
+"""Elements that one program sums."""
 COLUMNS = 16
 """Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
 
@@ -91,6 +95,28 @@ def _columns(
             tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), inside)
 
 
+@triton.jit
+def _squares(x_ptr, sums_ptr, size, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """The sum of squares of each stretch of TILES · BLOCK elements."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * TILES * BLOCK
+    for tile in range(TILES):
+        at = first + tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, at < size, 0.0).to(tl.float32)
+        total += x * x
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, in fp32."""
+    counts = [triton.cdiv(x.numel(), STRETCH) for x in tensors]
+    sums = torch.empty(sum(counts), device=tensors[0].device)
+    with torch.cuda.device(sums.device):
+        for x, part in zip(tensors, torch.split(sums, counts), strict=True):
+            _squares[(len(part),)](x, part, x.numel(), BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
+    return sums.sum()
+
+
 def adam_(
     p: Tensor, copy: Tensor | None, m: Tensor, v: Tensor, g: Tensor, clip: Tensor, *,
     lr: float, decay: float, betas: tuple[float, float], eps: float, step: int, constraint: Constraint | None,
@@ -100,7 +126,7 @@ def adam_(
     scalars = (
         lr * decay, *betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5, n_rows, n_cols,
     )  # fmt: skip
-    tensors = (p, p if copy is None else copy, m, v, g.contiguous(), clip)
+    tensors = (p, p if copy is None else copy, m, v, g, clip)
     common = {"COPY": copy is not None, "UNIT": constraint is not None and constraint.kind == "unit", "TINY": TINY}
     with torch.cuda.device(p.device):
         if constraint is not None and constraint.dim == 0:

@@ -28,7 +28,7 @@ class Part:
     def gradient(self) -> Tensor:
         """Of the copy, unless gradients of several passes were gathered in fp32."""
         holder = self.weight if self.copy is None or self.copy.grad is None else self.copy
-        return torch.zeros_like(self.weight) if holder.grad is None else holder.grad
+        return torch.zeros_like(self.weight) if holder.grad is None else holder.grad.contiguous()
 
 
 class Adam:
@@ -49,6 +49,9 @@ class Adam:
             )
             for name, p in model.named_parameters()
         ]
+        for part in self.parts:
+            if part.constraint is not None:
+                project_(part.weight, part.constraint)
         self.refresh()
 
     @property
@@ -58,10 +61,8 @@ class Adam:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring parameters that were set from outside to their constraints, and the copies up to date."""
+        """Bring the copies up to date with parameters that were set from outside."""
         for part in self.parts:
-            if part.constraint is not None:
-                project_(part.weight, part.constraint)
             if part.copy is not None:
                 part.copy.copy_(part.weight)
 
@@ -70,7 +71,7 @@ class Adam:
         """Step `number` (from 1) with the gradients at hand, a sum of so many terms of which the mean counts; they are
         dropped. Returns the norm of the mean before clipping, without waiting for the device."""
         gradients = [part.gradient() for part in self.parts]
-        norm = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).norm() / terms
+        norm = total_norm(gradients) / terms
         clip = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) / terms
         self.update(gradients, clip, number, lr)
         self.zero_grad()
@@ -99,6 +100,18 @@ class Adam:
             part.weight.grad = None
             if part.copy is not None:
                 part.copy.grad = None
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The Euclidean norm of all elements together."""
+    large = [x for x in tensors if x.is_cuda and x.ndim == 2]
+    rest = [x for x in tensors if not (x.is_cuda and x.ndim == 2)]
+    squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
+    if large:
+        from angpt.training import kernels
+
+        squares = squares + kernels.square_sum(large)
+    return squares.sqrt()
 
 
 def adam_(

@@ -22,7 +22,7 @@ from angpt.training import checkpoint
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import Trainer, interrupts, make_optimizer, open_data, resume, start
+from angpt.training.trainer import interrupts, resume, start
 from tests.training.conftest import parameters, small, without_timing
 
 ROOT = Path(__file__).parents[2]
@@ -92,38 +92,6 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
         ends.append(checkpoint.load_model(checkpoint.newest(tmp_path / str(micro) / "checkpoints")))
     for name, weight in ends[0].items():
         torch.testing.assert_close(weight, ends[1][name], rtol=1e-3, atol=1e-4)
-
-
-def test_weight_decay_falls_on_matrices_only(data):
-    plan = make_plan(small(data, "gpt+"))
-    model = build(plan.config.model)
-    optimizer = make_optimizer(model, plan)
-    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decayed == {id(p) for p in model.parameters() if p.ndim == 2}
-    assert {g["weight_decay"] for g in make_optimizer(model, make_plan(small(data))).param_groups} == {0.0}
-
-
-def test_an_optimizer_step_is_adam_as_written_in_the_paper_of_it(data, tmp_path):
-    """One step by hand: clipped gradient, moments with bias correction, decay, bound."""
-    plan = make_plan(small(data, "gpt+", optimizer__clip=0.05))
-    trainer = Trainer(plan, Run(tmp_path), *open_data(plan), Quiet())
-    name, weight = "blocks.0.W_p.weight", trainer.model.blocks[0].W_p.weight
-    before = weight.detach().clone().double()
-    from angpt.data.loader import Loader, Prefetcher
-
-    loader = Loader(trainer.train_data, 32, plan.sequences, 0)
-    with Prefetcher(loader, 0) as batches:
-        batch = next(batches)
-    trainer.backward(batch)
-    gradients = {n: p.grad.double() for n, p in trainer.model.named_parameters()}
-    trainer.optimizer.zero_grad()
-    _, norm = trainer.train_step(batch)
-    total = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
-    assert float(norm) == pytest.approx(float(total), rel=1e-5)
-    gradient = gradients[name] * 0.05 / total
-    lr = plan.lr(0)
-    expected = before * (1 - lr * 0.1) - lr * gradient / (gradient.abs() + 1e-9)
-    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_document_masks_reach_the_model(tmp_path):

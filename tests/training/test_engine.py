@@ -1,0 +1,84 @@
+"""The fast path computes what the model says."""
+
+import pytest
+import torch
+
+from angpt.config import OptimizerConfig
+from angpt.data.loader import Batch
+from angpt.training.engine import Engine, low_precision
+from tests.training.test_optimizer import batches, tiny
+
+CONFIG = OptimizerConfig(weight_decay=0.0)
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_copies_follow_the_parameters_and_vectors_are_shared(architecture):
+    model = tiny(architecture)
+    engine = Engine(model, CONFIG, torch.bfloat16, compiled=False)
+    for number, batch in enumerate(batches(3), start=1):
+        engine.backward(batch, 4)
+        engine.step(number, 1e-2)
+    for (name, p), c in zip(model.named_parameters(), engine.compute.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        if p.ndim == 2:
+            assert c is not p
+            torch.testing.assert_close(c, p.bfloat16(), rtol=0, atol=0)
+        else:
+            assert c is p, name
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "gpt+/dyt", "gpt+/ln-scaling", "angpt/no-lerp"])
+def test_the_residual_stream_of_a_copy_is_in_its_precision(architecture):
+    compute = low_precision(tiny(architecture), torch.bfloat16)
+    assert compute.hidden_states(next(batches(1)).inputs).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_bf16_trains_as_fp32_does(architecture):
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = Engine(tiny(architecture), CONFIG, dtype, compiled=False)
+        for number, batch in enumerate(batches(40), start=1):
+            loss = engine.backward(Batch(batch.inputs, batch.inputs, None), 4)  # something that can be learned
+            engine.step(number, 1e-2)
+        ends.append(loss.item())
+    assert ends[0] < 2.5
+    assert ends[1] == pytest.approx(ends[0], rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_add_up_in_fp32(dtype):
+    """The gradient of four passes is the mean of the four, not rounded in between."""
+    batch = next(batches(1))
+    engine = Engine(tiny("angpt"), CONFIG, dtype, compiled=False)
+    parts = []
+    for i in range(4):
+        engine.backward(batch.rows(i, i + 1), 1)
+        parts.append([part.gradient().float() for part in engine.optimizer.parts])
+        engine.optimizer.zero_grad()
+    engine.backward(batch, 1)
+    for i, part in enumerate(engine.optimizer.parts):
+        assert part.gradient().dtype == torch.float32
+        torch.testing.assert_close(part.gradient(), sum(p[i] for p in parts), rtol=1e-5, atol=1e-7)
+
+
+def test_a_padded_batch_has_the_same_loss():
+    batch = next(batches(1))
+    engine = Engine(tiny("gpt+"), CONFIG, torch.float32, compiled=False)
+    padded = batch.padded(7)
+    assert padded.inputs.shape == (7, 16)
+    assert engine.loss(padded).item() == pytest.approx(engine.loss(batch).item(), rel=1e-6)
+    assert batch.padded(4) is batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "gpt+/ln-scaling"])
+def test_compiled_is_eager(architecture):
+    losses = []
+    for compiled in (False, True):
+        engine = Engine(tiny(architecture), CONFIG, torch.float32, compiled)
+        for number, batch in enumerate(batches(5), start=1):
+            losses.append(engine.backward(batch, 4).item())
+            engine.step(number, 1e-2)
+        losses.append(engine.loss(batch).item())
+    assert losses[6:] == pytest.approx(losses[:6], rel=1e-5)

@@ -1,0 +1,116 @@
+"""Adam with clipping, decay and constraints in one pass, against its statement in other words."""
+
+import pytest
+import torch
+
+from angpt.config import ModelConfig, OptimizerConfig
+from angpt.data.loader import Batch
+from angpt.models.constraints import Constraint, constrain, largest_violation
+from angpt.models.variants import build
+from angpt.training.engine import Engine
+from angpt.training.optimizer import Adam, Part, adam_, total_norm
+
+ARCHITECTURES = ("gpt+", "ngpt", "angpt", "ngpt/bounded", "gpt+/dyt")
+
+
+def tiny(architecture):
+    return build(
+        ModelConfig(architecture=architecture, d_model=32, n_layers=2, n_heads=2, vocab_size=53, context=16), seed=1
+    )
+
+
+def batches(count, rows=4):
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        tokens = torch.randint(53, (rows, 17), generator=rng)
+        yield Batch(tokens[:, :-1], tokens[:, 1:], None)
+
+
+def test_weight_decay_falls_on_matrices_only():
+    parts = Adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.1)).parts
+    assert {part.decay for part in parts if part.weight.ndim == 2} == {0.1}
+    assert {part.decay for part in parts if part.weight.ndim != 2} == {0.0}
+    assert {part.decay for part in Adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.0)).parts} == {0.0}
+
+
+def test_a_step_is_adam_as_written_in_the_paper_of_it():
+    """One step by hand: clipped gradient, moments with bias correction, decay."""
+    model = tiny("gpt+")
+    engine = Engine(model, OptimizerConfig(weight_decay=0.1, clip=0.05), torch.float32, compiled=False)
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    engine.backward(next(batches(1)), 4)
+    gradients = {name: p.grad.double() for name, p in model.named_parameters()}
+    norm = engine.step(1, lr=1e-2)
+    total = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
+    assert norm.item() == pytest.approx(total.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        gradient = gradients[name] * 0.05 / total
+        decay = 0.1 if p.ndim == 2 else 0.0
+        expected = before[name] * (1 - 1e-2 * decay) - 1e-2 * gradient / (gradient.abs() + 1e-9)
+        torch.testing.assert_close(p.detach().double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fifty_steps_give_the_losses_of_torch_and_a_projection(architecture):
+    """The plain path: autograd on the whole batch, clip_grad_norm_, torch's AdamW, and the constraint as a hook."""
+    config = OptimizerConfig(weight_decay=0.1, clip=0.5)
+    ours, plain = tiny(architecture), tiny(architecture)
+    engine = Engine(ours, config, torch.float32, compiled=False)
+    groups = [
+        {"params": list(plain.matrices().values()), "weight_decay": 0.1},
+        {"params": [p for p in plain.parameters() if p.ndim != 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(config.beta1, config.beta2), eps=config.eps)
+    constrain(optimizer, plain, plain.constraints())
+    for number, batch in enumerate(batches(50), start=1):
+        loss = engine.backward(batch, micro_batch=2)
+        norm = engine.step(number, lr=1e-2 / number)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / number
+        expected = plain(*batch)
+        expected.backward()
+        expected_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-3)
+    assert largest_violation(ours, ours.constraints()) < 1e-6
+
+
+def test_the_norm_is_that_of_all_elements_together():
+    tensors = [torch.randn(3, 5), torch.randn(7), torch.randn(1)]
+    assert total_norm(tensors).item() == pytest.approx(torch.cat([x.flatten() for x in tensors]).norm().item())
+
+
+def test_a_parameter_without_a_gradient_decays_towards_its_moments():
+    model = tiny("gpt+")
+    optimizer = Adam(model, OptimizerConfig(weight_decay=0.1))
+    before = model.W_h.weight.detach().clone()
+    assert optimizer.step(1, lr=1e-2).item() == 0
+    torch.testing.assert_close(model.W_h.weight.detach(), before * (1 - 1e-3))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a CUDA device")
+@pytest.mark.parametrize("shape", [(300, 1000), (256, 1024), (77, 33), (1024, 4096)])
+@pytest.mark.parametrize(
+    "constraint", [None, *(Constraint(kind, dim) for kind in ("bound", "unit") for dim in (0, 1))], ids=str
+)
+def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
+    from angpt.training import kernels
+
+    torch.manual_seed(0)
+    w = torch.randn(*shape, device="cuda") / shape[1] ** 0.5
+    m, v, g = torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4, torch.randn_like(w).bfloat16() * 0.01
+    plain, fast = (
+        Part(weight, weight.bfloat16(), m.clone(), v.clone(), 0.1, constraint) for weight in (w.clone(), w.clone())
+    )
+    clip = torch.tensor(0.5, device="cuda")
+    numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
+    adam_([plain], [g], clip, **numbers)
+    tensors = fast.weight, fast.copy, fast.exp_avg, fast.exp_avg_sq
+    kernels.adam_(*tensors, g, clip, decay=0.1, constraint=constraint, **numbers)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(getattr(fast, name), getattr(plain, name), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(fast.copy, fast.weight.bfloat16(), rtol=0, atol=0)
+    both = [w, g]
+    assert kernels.square_sum(both).item() == pytest.approx(sum(x.double().square().sum().item() for x in both))
