@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from tyro.extras import SubcommandApp
 
+from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
@@ -22,7 +23,12 @@ app = SubcommandApp()
 data = SubcommandApp()
 data.command(name="prepare")(prepare)
 data.command(name="info")(info)
+bench = SubcommandApp()
+bench.command(name="train")(benches.train)
+bench.command(name="optimizer")(benches.optimizer)
+bench.command(name="data")(benches.data)
 app.command(name="report")(report)
+app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)

@@ -28,6 +28,22 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / best
 
 
+@cache
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of a large copy on this device, read and written, measured."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(6):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size / best
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -124,18 +124,28 @@ def adam_(
     eps: float,
     step: int,
 ) -> None:
-    """Step `step` (from 1) of Adam on many parameters, with gradients multiplied by `clip`, decoupled weight decay, and
-    each constraint applied to the result, which is written to the copy as well."""
-    weights, m, v = ([getattr(p, name) for p in parts] for name in ("weight", "exp_avg", "exp_avg_sq"))
-    g = torch._foreach_mul([g.to(w.dtype) for g, w in zip(gradients, weights, strict=True)], clip)
-    torch._foreach_lerp_(m, g, 1 - betas[0])
-    torch._foreach_mul_(v, betas[1])
-    torch._foreach_addcmul_(v, g, g, 1 - betas[1])
-    spread = torch._foreach_sqrt(v)
-    torch._foreach_mul_(spread, (1 - betas[1] ** step) ** -0.5)
-    torch._foreach_add_(spread, eps)
-    torch._foreach_mul_(weights, [1 - lr * p.decay for p in parts])
-    torch._foreach_addcdiv_(weights, m, spread, -lr / (1 - betas[0] ** step))
+    """Step `step` (from 1) of Adam on many parameters, with gradients multiplied by `clip` (in place), decoupled weight
+    decay, and each constraint applied to the result, which is written to the copy as well."""
+    scaled = [g.to(p.weight.dtype) for p, g in zip(parts, gradients, strict=True)]
+    torch._foreach_mul_(scaled, clip)
+    number = torch.full((), float(step), device=clip.device)
+    for decay in {p.decay for p in parts}:
+        group = [i for i, p in enumerate(parts) if p.decay == decay]
+        torch._fused_adamw_(
+            [parts[i].weight for i in group],
+            [scaled[i] for i in group],
+            [parts[i].exp_avg for i in group],
+            [parts[i].exp_avg_sq for i in group],
+            [],
+            [number] * len(group),
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
     for part in parts:
         if part.constraint is not None:
             project_(part.weight, part.constraint)

@@ -106,7 +106,7 @@ def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
     )
     clip = torch.tensor(0.5, device="cuda")
     numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
-    adam_([plain], [g], clip, **numbers)
+    adam_([plain], [g.clone()], clip, **numbers)
     tensors = fast.weight, fast.copy, fast.exp_avg, fast.exp_avg_sq
     kernels.adam_(*tensors, g, clip, decay=0.1, constraint=constraint, **numbers)
     for name in ("weight", "exp_avg", "exp_avg_sq"):

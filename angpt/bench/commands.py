@@ -1,0 +1,160 @@
+"""The commands `angpt bench …`: parse, call, print."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from angpt.errors import UserError
+
+ARCHITECTURES = ("gpt+", "ngpt", "angpt")
+Device = Literal["auto", "cuda", "cpu"]
+Precision = Literal["auto", "bf16", "fp32"]
+
+
+def train(
+    cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("32M:1",),
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    context: int = 2048,
+    rounds: int = 10,
+    steps: int = 5,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    compile: Literal["auto", "on", "off"] = "auto",
+    out: Path | None = None,
+) -> None:
+    """The training step: time, ratio to the first architecture, MFU, memory, and its parts.
+
+    All architectures of a case are in one process and take turns (A B C A B C …), so that drift of the machine falls
+    on all alike. The work is that of `angpt train`, without reading data, logging and evaluation.
+
+    Args:
+        cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
+        architectures: What to measure; the first is what the others are compared with.
+        context: Tokens per sequence.
+        rounds: How many turns each architecture gets.
+        steps: Steps in a turn.
+        device: Where to run; the GPU if there is one.
+        precision: Of matrix products; bf16 on a GPU.
+        compile: Whether blocks are compiled; on a GPU they are.
+        out: Also write the results as JSON.
+    """
+    from angpt.bench.measure import positive, write_json
+    from angpt.bench.train import Case, bench_train, tables
+    from angpt.models.variants import architecture
+    from angpt.training.hardware import bandwidth, peak_flops
+
+    positive(rounds=rounds, steps=steps, context=context)
+    for name in architectures:
+        architecture(name)
+    chosen = [Case.parse(text) for text in cases]
+    where, dtype = _device(device), _dtype(precision, device)
+    console = Console()
+    console.print(_machine(device), highlight=False)
+    console.print(
+        f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
+        f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
+        highlight=False,
+    )
+    results = []
+    compiled = where.type == "cuda" if compile == "auto" else compile == "on"
+    for case in chosen:
+        with console.status("") as status:
+            found = bench_train(
+                case, architectures, context, where, dtype, compiled, rounds, steps,
+                lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
+            )  # fmt: skip
+        console.print(*tables(found))
+        results += [dataclasses.asdict(r) for r in found]
+        write_json(out, where, results)
+    console.print(
+        "Parts are timed apart; constraint is what it adds to the optimizer. MFU is of the matrix product above, with\n"
+        "six FLOPs per matrix entry and token, causal attention at half.",
+        highlight=False,
+    )
+
+
+def optimizer(
+    size: str = "32M",
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    rounds: int = 10,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    out: Path | None = None,
+) -> None:
+    """One optimizer step with clipping and constraint: against PyTorch's own, and against the bytes that it must move.
+
+    Args:
+        size: Model size.
+        architectures: Whose parameters and constraints.
+        rounds: How many turns each of the two gets.
+        device: Where to run; the GPU if there is one.
+        precision: Of the copies that the model computes with; bf16 on a GPU.
+        out: Also write the results as JSON.
+    """
+    from angpt.bench.measure import positive, write_json
+    from angpt.bench.optimizer import bench_optimizer, table
+
+    positive(rounds=rounds)
+    where = _device(device)
+    console = Console()
+    console.print(_machine(device), highlight=False)
+    with console.status("measuring"):
+        results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
+    console.print(table(results))
+    write_json(out, where, [dataclasses.asdict(r) for r in results])
+
+
+def data(
+    path: Annotated[Path, tyro.conf.Positional],
+    context: int = 2048,
+    sequences: tuple[int, ...] = (8, 64, 512),
+    rounds: int = 10,
+    device: Device = "auto",
+    out: Path | None = None,
+) -> None:
+    """Tokens per second from a prepared folder to the device.
+
+    Args:
+        path: A folder made by `angpt data prepare`.
+        context: Tokens per sequence.
+        sequences: Sequences per batch, one or more.
+        rounds: How many times each is measured.
+        device: Where batches go; the GPU if there is one.
+        out: Also write the results as JSON.
+    """
+    from angpt.bench.data import bench_data, table
+    from angpt.bench.measure import positive, write_json
+
+    positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
+    where = _device(device)
+    console = Console()
+    console.print(_machine(device), highlight=False)
+    with console.status("measuring"):
+        results = bench_data(path, context, sequences, where, rounds)
+    console.print(table(results))
+    write_json(out, where, [dataclasses.asdict(r) for r in results])
+
+
+def _device(name: Device):  # type: ignore[no-untyped-def]
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch sees no GPU here; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _dtype(precision: Precision, device: Device):  # type: ignore[no-untyped-def]
+    import torch
+
+    low = precision == "bf16" or (precision == "auto" and _device(device).type == "cuda")
+    return torch.bfloat16 if low else torch.float32
+
+
+def _machine(device: Device) -> str:
+    from angpt.training.run import environment
+
+    found = environment(_device(device))
+    return f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}"

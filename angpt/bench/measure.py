@@ -1,0 +1,81 @@
+"""Measuring in turns (A B C A B C …), so that drift of the machine falls on all alike, and what follows from it."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from angpt.errors import UserError
+from angpt.system import write_atomically
+from angpt.training.hardware import synchronize
+from angpt.training.run import environment
+
+RESAMPLES = 2000
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    calls: int = 1,
+    done: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds per call of each function in each round, the device idle before and after the calls of a round."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                function()
+            synchronize(device)
+            seconds[name].append((time.perf_counter() - start) / calls)
+        done()
+    return seconds
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its spread over the rounds, or a ratio with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Interval":
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+
+def median(seconds: Sequence[float]) -> Interval:
+    """Median and quartiles."""
+    low, value, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    return Interval(float(value), float(low), float(high))
+
+
+def ratio(seconds: Sequence[float], base: Sequence[float]) -> Interval:
+    """Ratio of medians, with a 95 % interval from resampled rounds: a round holds both, so that drift cancels."""
+    pairs = np.array([seconds, base])
+    chosen = np.random.default_rng(0).integers(pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
+    tops, bottoms = np.median(pairs[:, chosen], axis=2)
+    low, high = np.quantile(tops / bottoms, [0.025, 0.975])
+    value = np.median(pairs[0]) / np.median(pairs[1])
+    return Interval(float(value), float(low), float(high))
+
+
+def positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise UserError(f"--{name} {value}: at least 1 is needed")
+
+
+def write_json(path: Path | None, device: torch.device, results: Any) -> None:
+    """The results with the machine and the command that they come from."""
+    if path is not None:
+        record = {"command": ["angpt", *sys.argv[1:]], "environment": environment(device), "results": results}
+        write_atomically(path, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,102 @@
+"""`angpt bench optimizer`: one step of the optimizer with clipping and constraint, against what PyTorch offers and
+against the bytes that it must move."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich import box
+from rich.table import Table
+
+from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.config import ModelConfig, OptimizerConfig
+from angpt.models.constraints import constrain
+from angpt.models.decoder import Decoder
+from angpt.models.variants import build
+from angpt.training.engine import Engine
+from angpt.training.hardware import bandwidth
+
+LR, CLIP = 1e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Result:
+    architecture: str
+    size: str
+    ours_ms: Interval
+    torch_ms: Interval
+    """clip_grad_norm_, the fused AdamW, the constraint as a hook; gradients and parameters in fp32."""
+    speedup: Interval
+    floor_ms: float
+    """Bytes that the step must move, over the measured bandwidth of a copy."""
+
+
+def floor_bytes(model: Decoder, low_precision: bool) -> int:
+    """The gradient twice (its norm, then the step); parameter and two moments read and written in fp32; and where
+    matrices are computed with in bf16, their gradient in 2 bytes and their copy written."""
+    total = 0
+    for p in model.parameters():
+        gradient, copied = (2, 2) if low_precision and p.ndim == 2 else (4, 0)
+        total += p.numel() * (2 * gradient + 3 * 8 + copied)
+    return total
+
+
+def bench_optimizer(
+    size: str, architectures: Sequence[str], device: torch.device, dtype: torch.dtype, rounds: int
+) -> list[Result]:
+    results = []
+    for name in architectures:
+        config = ModelConfig.size(size, architecture=name)
+        engine = Engine(build(config).to(device), OptimizerConfig(weight_decay=0.0, clip=CLIP), dtype, compiled=False)
+        model = build(config).to(device)
+        fused = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
+        constrain(fused, model, model.constraints())
+        holders = [part.weight if part.copy is None else part.copy for part in engine.optimizer.parts]
+        gradients = [torch.randn_like(p) for p in holders]
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+
+        def ours(
+            holders: list[torch.Tensor] = holders, gradients: list[torch.Tensor] = gradients, engine: Engine = engine
+        ) -> None:
+            for p, g in zip(holders, gradients, strict=True):
+                p.grad = g
+            engine.step(1, LR)
+
+        def theirs(model: Decoder = model, fused: torch.optim.Optimizer = fused) -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            fused.step()
+
+        functions: dict[str, Callable[[], None]] = {"ours": ours, "torch": theirs}
+        in_turns(functions, device, rounds=2)
+        seconds = in_turns(functions, device, rounds, calls=3)
+        results.append(
+            Result(
+                architecture=name,
+                size=size,
+                ours_ms=median(seconds["ours"]).times(1e3),
+                torch_ms=median(seconds["torch"]).times(1e3),
+                speedup=ratio(seconds["torch"], seconds["ours"]),
+                floor_ms=1e3 * floor_bytes(model, dtype != torch.float32) / bandwidth(device),
+            )
+        )
+    return results
+
+
+def table(results: Sequence[Result]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    out.title, out.title_justify = f"Optimizer step, {results[0].size}, ms", "left"
+    for heading in ("", "ours", "quartiles", "PyTorch", "speed-up", "95 %", "floor", "÷ floor"):
+        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for r in results:
+        out.add_row(
+            r.architecture,
+            f"{r.ours_ms.value:.2f}",
+            f"{r.ours_ms.low:.2f}–{r.ours_ms.high:.2f}",
+            f"{r.torch_ms.value:.2f}",
+            f"{r.speedup.value:.2f}×",
+            f"{r.speedup.low:.2f}–{r.speedup.high:.2f}",
+            f"{r.floor_ms:.2f}",
+            f"{r.ours_ms.value / r.floor_ms:.2f}",
+        )
+    return out

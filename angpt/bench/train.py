@@ -1,0 +1,201 @@
+"""`angpt bench train`: the training step of several architectures, measured in turns in one process."""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor
+
+from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.config import SIZES, ModelConfig, OptimizerConfig
+from angpt.data.loader import Batch
+from angpt.errors import UserError, nearest
+from angpt.models.variants import build
+from angpt.training.engine import Engine, attention_backends
+from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
+from angpt.training.optimizer import total_norm
+
+PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
+LR = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model size and the number of sequences per step."""
+
+    size: str
+    rows: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        size, _, rows = text.partition(":")
+        if size not in SIZES:
+            raise UserError(f"{text!r}: {nearest(size, SIZES)}; a case is SIZE:SEQUENCES, such as 0.5B:8")
+        if not rows.isdigit() or int(rows) < 1:
+            raise UserError(f"{text!r}: a case is SIZE:SEQUENCES, such as {size}:8")
+        return cls(size, int(rows))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one architecture did in one case."""
+
+    architecture: str
+    size: str
+    rows: int
+    context: int
+    step_ms: Interval
+    ratio: Interval
+    """To the first architecture."""
+    tokens_per_s: float
+    mfu: float
+    """Of the measured rate of a large matrix product."""
+    memory_gib: float
+    """Peak of this model and its step; on the CPU that of the whole process."""
+    first_step_s: float
+    """From building the model to the end of its first step."""
+    parts_ms: dict[str, float]
+    """Each timed apart, with the device idle in between; `constraint` is the part of `optimizer` that it adds."""
+
+
+class Subject:
+    """A model in training on random tokens."""
+
+    def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
+        synchronize(device)
+        before = _allocated(device)
+        start = time.perf_counter()
+        self.engine = Engine(build(config).to(device), OptimizerConfig(weight_decay=0.0), dtype, compiled)
+        tokens = torch.randint(config.vocab_size, (rows, config.context + 1), device=device)
+        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+        self.rows, self.device = rows, device
+        self.step()
+        synchronize(device)
+        self.first_step_s = time.perf_counter() - start
+        self.own_gib = (_allocated(device) - before) / 2**30
+        self.peak_gib = self._peak()
+
+    def step(self) -> Tensor:
+        self.engine.backward(self.batch, self.rows)
+        return self.engine.step(1, LR)
+
+    def _peak(self) -> float:
+        """Of a step, without what other models hold."""
+        if self.device.type != "cuda":
+            return peak_memory_gib(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        others = _allocated(self.device) / 2**30 - self.own_gib
+        self.step()
+        return peak_memory_gib(self.device) - others
+
+    def parts(self, rounds: int) -> dict[str, float]:
+        """Milliseconds of each part of a step."""
+        seconds: dict[str, list[float]] = {name: [] for name in PARTS}
+        optimizer = self.engine.optimizer
+        free = copy.copy(optimizer)
+        free.parts = [dataclasses.replace(part, constraint=None) for part in optimizer.parts]
+
+        def timed(name: str, function: Callable[[], Tensor | None]) -> Tensor | None:
+            synchronize(self.device)
+            start = time.perf_counter()
+            value = function()
+            synchronize(self.device)
+            seconds[name].append(time.perf_counter() - start)
+            return value
+
+        for _ in range(rounds):
+            with attention_backends():
+                loss = timed("forward", lambda: self.engine.compute(*self.batch))
+                assert loss is not None
+                timed("backward", lambda loss=loss: torch.autograd.backward(loss))  # type: ignore[misc]
+            del loss
+            gradients = [part.gradient() for part in optimizer.parts]
+            with torch.no_grad():
+                norm = timed("clip", lambda g=gradients: total_norm(g))  # type: ignore[misc]
+                assert norm is not None
+                clip = (1 / norm).clamp(max=1.0)
+                timed("constraint", lambda g=gradients, c=clip: free.update(g, c, 1, LR))  # type: ignore[misc]
+                timed("optimizer", lambda g=gradients, c=clip: optimizer.update(g, c, 1, LR))  # type: ignore[misc]
+            optimizer.zero_grad()
+        found = {name: 1e3 * median(values).value for name, values in seconds.items()}
+        found["constraint"] = found["optimizer"] - found["constraint"]
+        return found
+
+
+def bench_train(
+    case: Case,
+    architectures: Sequence[str],
+    context: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: bool,
+    rounds: int,
+    steps: int,
+    progress: Callable[[str], None],
+) -> list[Result]:
+    """All architectures in one case; the first of them is what the others are compared with."""
+    subjects: dict[str, Subject] = {}
+    for name in architectures:
+        progress(f"{name}: building, compiling, first step")
+        config = ModelConfig.size(case.size, architecture=name, context=context)
+        subjects[name] = Subject(config, case.rows, device, dtype, compiled)
+    progress("warming up")
+    in_turns({name: s.step for name, s in subjects.items()}, device, rounds=2)
+    progress(f"{rounds} rounds of {steps} steps each")
+    seconds = in_turns({name: s.step for name, s in subjects.items()}, device, rounds, steps)
+    progress("parts of a step")
+    peak, tokens = peak_flops(device, dtype), case.rows * context
+    results = []
+    for name, subject in subjects.items():
+        step = median(seconds[name])
+        flops = subject.engine.model.flops_per_token(context) * tokens
+        results.append(
+            Result(
+                architecture=name,
+                size=case.size,
+                rows=case.rows,
+                context=context,
+                step_ms=step.times(1e3),
+                ratio=ratio(seconds[name], seconds[architectures[0]]),
+                tokens_per_s=tokens / step.value,
+                mfu=flops / step.value / peak,
+                memory_gib=subject.peak_gib,
+                first_step_s=subject.first_step_s,
+                parts_ms=subject.parts(min(5, rounds)),
+            )
+        )
+    return results
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    base = results[0].architecture
+    steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    steps.title = f"{results[0].size}, {results[0].rows} × {results[0].context:,} tokens per step"
+    for heading in ("", "ms/step", "quartiles", f"÷ {base}", "95 %", "tokens/s", "MFU %", "GiB", "first s"):
+        steps.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    parts = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Parts of a step, ms", title_justify="left")
+    for heading in ("", *PARTS):
+        parts.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for r in results:
+        steps.add_row(
+            r.architecture,
+            f"{r.step_ms.value:.2f}",
+            f"{r.step_ms.low:.2f}–{r.step_ms.high:.2f}",
+            f"{r.ratio.value:.3f}",
+            f"{r.ratio.low:.3f}–{r.ratio.high:.3f}" if r.architecture != base else "",
+            f"{r.tokens_per_s:,.0f}",
+            f"{100 * r.mfu:.1f}",
+            f"{r.memory_gib:.1f}",
+            f"{r.first_step_s:.1f}",
+        )
+        parts.add_row(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS))
+    return [steps, parts]
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
