@@ -16,10 +16,10 @@ from angpt.models.primitives import EPS
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
-TOKENS, TILES = 32, 4
+TOKENS, TILES = 64, 2
 """Tokens of one head in registers in `norm_rotated`, and how many times that one program of its backward pass sums."""
-TILE, ROWS = 4096, 32
-"""Elements of `update` that are in registers at once, and rows over which one program sums the gradients of vectors."""
+TILE, TILES_SUMMED, WARPS = 2048, 8, 2
+"""Elements of `update` that are in registers at once; how many times that one program of its backward pass sums."""
 LOGITS = 4096
 """Logits per step of the loop along a row."""
 
@@ -263,7 +263,7 @@ def update(h: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, normed: boo
     width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1])
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
-        h, x, a, b, y, n, width, SCALE=scale, NORMED=normed, EPS=EPS, **tile, num_warps=8
+        h, x, a, b, y, n, width, SCALE=scale, NORMED=normed, EPS=EPS, **tile, num_warps=WARPS
     )
     return y
 
@@ -275,13 +275,12 @@ def update_backward(
     """The gradients of h and x, and of the vectors, the latter still a term for each block of rows."""
     width, tile = h.shape[-1], _update_tile(h.shape[-1])
     n = h.numel() // width
-    tiles = max(1, ROWS // tile["ROWS"])
-    blocks = triton.cdiv(n, tiles * tile["ROWS"])
+    blocks = triton.cdiv(n, TILES_SUMMED * tile["ROWS"])
     dh, dx = torch.empty_like(h), torch.empty_like(x)
     terms = torch.empty(blocks, 2, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(blocks,)](
         h, x, a, b, dy, dh, dx, terms, n, width,
-        SCALE=scale, NORMED=normed, EPS=EPS, TILES=tiles, **tile, num_warps=8,
+        SCALE=scale, NORMED=normed, EPS=EPS, TILES=TILES_SUMMED, **tile, num_warps=WARPS,
     )  # fmt: skip
     return dh, dx, terms
 
