@@ -6,7 +6,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder, factors
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, norm_rotated, swiglu, update
+from angpt.models.primitives import Context, LearnedScale, LerpFactor, norm_rotated, swiglu, update
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -16,7 +16,7 @@ def stored_scale(cfg: ModelConfig) -> float:
 class Block(decoder.Block):
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
-        self.nu = self.constants(cfg)
+        self.nu, self.nu_lerp = self.constants(cfg), self.residual_factor()
         self.g = LearnedScale(1, init=cfg.g_start, scale=cfg.g_start)
         self.alpha_a = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
         self.alpha_m = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
@@ -24,8 +24,8 @@ class Block(decoder.Block):
     def constants(self, cfg: ModelConfig) -> factors.Factors:
         return factors.constants(cfg)
 
-    def nu_lerp(self, alpha: Tensor) -> Tensor | float:
-        return factors.nu_lerp(alpha)
+    def residual_factor(self) -> LerpFactor:
+        return LerpFactor()
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with the update
@@ -40,7 +40,7 @@ class Block(decoder.Block):
         return self.W_d(h_m)  # h_m ← W_d h_m · ν_d, the factor with the update
 
     def update(self, h: Tensor, x: Tensor, alpha: Tensor, scale: float) -> Tensor:
-        return update(h, x, alpha, self.nu_lerp(alpha), scale=scale)
+        return update(h, x, alpha, self.nu_lerp, scale=scale)
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
         nu = self.nu

@@ -20,6 +20,7 @@ from angpt.models.factors import (
     linear_sample,
     nu_lerp,
 )
+from angpt.models.primitives import LerpFactor
 
 ALPHA = 0.05
 INPUTS = 512
@@ -87,8 +88,8 @@ def function_effects() -> dict[str, float]:
             def constants(self, cfg: ModelConfig) -> Factors:
                 return nu
 
-            def nu_lerp(self, alpha: torch.Tensor) -> torch.Tensor | float:
-                return super().nu_lerp(alpha) * residual
+            def residual_factor(self) -> LerpFactor:
+                return LerpFactor(times=residual)
 
         model = type("Probe", (angpt.AnGPT,), {"Block": Block})(cfg).double()
         model.init_weights(torch.Generator().manual_seed(0))

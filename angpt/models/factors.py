@@ -22,6 +22,7 @@ from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.models.primitives import norm
+from angpt.models.primitives import nu_lerp as nu_lerp
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,6 @@ NONE = Factors(1.0, 1.0, 1.0, 1.0, 1.0)
 def nu_linear(d_in: int, d_out: int) -> float:
     """ν of a map from d_in to d_out with unit rows: sqrt(d_in / d_out)."""
     return math.sqrt(d_in / d_out)
-
-
-def nu_lerp(alpha: Tensor) -> Tensor:
-    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), element by element."""
-    return torch.rsqrt(alpha.square() + (1 - alpha).square())
 
 
 def constants(cfg: ModelConfig) -> Factors:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from angpt.models.primitives import EPS
+from angpt.models.primitives import EPS, nu_lerp
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
@@ -199,20 +199,34 @@ def _norm_rotated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 norm_rotated.register_autograd(_norm_rotated_gradient, setup_context=_save_norm_rotated)
 
 
-# a · h + b · norm(x · scale), the residual update, and by option the norm of that.
+# a · h + b · norm(x · scale) with a = (1−α) ν, b = α ν: the residual update, and by option the norm of that.
+
+
+@triton.jit
+def _coefficients(alpha_ptr, cols, inside, NU: tl.constexpr, TIMES: tl.constexpr):
+    """a and b, and their derivatives by α."""
+    alpha = tl.load(alpha_ptr + cols, inside, 0.0)
+    nu = alpha * 0 + TIMES
+    slope = alpha * 0
+    if NU:
+        nu = tl.rsqrt(alpha * alpha + (1 - alpha) * (1 - alpha))
+        slope = (1 - 2 * alpha) * nu * nu * nu * TIMES
+        nu *= TIMES
+    return (1 - alpha) * nu, alpha * nu, (1 - alpha) * slope - nu, alpha * slope + nu
 
 
 @triton.jit
 def _update(
-    h_ptr, x_ptr, a_ptr, b_ptr, y_ptr, n_rows, width,
-    SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    h_ptr, x_ptr, alpha_ptr, y_ptr, n_rows, width,
+    NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
     h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
     x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
-    a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
+    a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
     y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
     if NORMED:
         y *= tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
@@ -221,13 +235,13 @@ def _update(
 
 @triton.jit
 def _update_backward(
-    h_ptr, x_ptr, a_ptr, b_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, n_rows, width,
-    SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
+    h_ptr, x_ptr, alpha_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, n_rows, width,
+    NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
-    a, b = tl.load(a_ptr + cols, cols < width, 0.0), tl.load(b_ptr + cols, cols < width, 0.0)
-    da, db = tl.zeros((ROWS, COLS), tl.float32), tl.zeros((ROWS, COLS), tl.float32)
+    a, b, slope_a, slope_b = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
+    terms = tl.zeros((ROWS, COLS), tl.float32)
     for tile in range(TILES):
         rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
@@ -241,59 +255,60 @@ def _update_backward(
             inverse_y = tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
             y *= inverse_y
             dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
-        da += dy * h  # summed over rows at the end: that takes all warps
-        db += dy * unit
+            tl.store(dh_ptr + at, a * dy, inside)
+        terms += dy * (slope_a * h + slope_b * unit)  # summed over rows at the end: that takes all warps
         d_unit = b * dy
         dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * SCALE)
-        tl.store(dh_ptr + at, a * dy, inside)
         tl.store(dx_ptr + at, dx, inside)
-    terms_ptr += tl.program_id(0) * 2 * width
-    tl.store(terms_ptr + cols, tl.sum(da, axis=0, keep_dims=True), cols < width)
-    tl.store(terms_ptr + width + cols, tl.sum(db, axis=0, keep_dims=True), cols < width)
+    tl.store(terms_ptr + tl.program_id(0) * width + cols, tl.sum(terms, axis=0, keep_dims=True), cols < width)
 
 
 def _update_tile(width: int) -> dict[str, int]:
     cols = triton.next_power_of_2(width)
-    return {"ROWS": max(1, TILE // cols), "COLS": cols}
+    return {"ROWS": max(1, TILE // cols), "COLS": cols, "num_warps": WARPS}
 
 
 @triton_op("angpt::update", mutates_args={})
-def update(h: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, normed: bool) -> Tensor:
-    """primitives.update on (…, d), contiguous, with its two vectors."""
+def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: float, normed: bool) -> Tensor:
+    """primitives.update on (…, d), contiguous."""
     width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1])
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
-        h, x, a, b, y, n, width, SCALE=scale, NORMED=normed, EPS=EPS, **tile, num_warps=WARPS
+        h, x, alpha, y, n, width, NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile
     )
     return y
 
 
 @triton_op("angpt::update_backward", mutates_args={})
 def update_backward(
-    h: Tensor, x: Tensor, a: Tensor, b: Tensor, dy: Tensor, scale: float, normed: bool
+    h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h and x, and of the vectors, the latter still a term for each block of rows."""
+    """The gradients of h (where the update is normed), of x, and of α, the last still a term for each block of rows."""
     width, tile = h.shape[-1], _update_tile(h.shape[-1])
     n = h.numel() // width
     blocks = triton.cdiv(n, TILES_SUMMED * tile["ROWS"])
-    dh, dx = torch.empty_like(h), torch.empty_like(x)
-    terms = torch.empty(blocks, 2, width, dtype=torch.float32, device=h.device)
+    dh, dx = h.new_empty(h.shape if normed else (1,)), torch.empty_like(x)
+    terms = torch.empty(blocks, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(blocks,)](
-        h, x, a, b, dy, dh, dx, terms, n, width,
-        SCALE=scale, NORMED=normed, EPS=EPS, TILES=TILES_SUMMED, **tile, num_warps=WARPS,
+        h, x, alpha, dy, dh, dx, terms, n, width,
+        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, TILES=TILES_SUMMED, **tile,
     )  # fmt: skip
     return dh, dx, terms
 
 
-def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, float, bool], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4:]
+def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float, float, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.options = inputs[3:]
 
 
 def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dh, dx, terms = update_backward(*ctx.saved_tensors, dy.contiguous(), *ctx.options)
-    da, db = terms.sum(0).unbind(0)
-    return dh, dx, da, db, None, None
+    h, x, alpha = ctx.saved_tensors
+    nu, times, _, normed = ctx.options
+    dh, dx, terms = update_backward(h, x, alpha, dy.contiguous(), *ctx.options)
+    if not normed:  # a · dy, in PyTorch: compiled, it is part of the sum with the other gradients of h
+        factor = nu_lerp(alpha) * times if nu else times
+        dh = (dy * ((1 - alpha) * factor)).to(h.dtype)
+    return dh, dx, terms.sum(0), None, None, None, None
 
 
 update.register_autograd(_update_gradient, setup_context=_save_update)

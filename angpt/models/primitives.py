@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 # Inside the root of norm and rms, so that a zero vector gives zero. Small enough to vanish in float64 comparisons
 # (relative error 1e-14 for a vector of length 1e-3), large enough to be a normal fp32 number.
@@ -41,15 +42,33 @@ def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tenso
     return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
 
 
+def nu_lerp(alpha: Tensor) -> Tensor:
+    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), element by element."""
+    return torch.rsqrt(alpha.square() + (1 - alpha).square())
+
+
+class LerpFactor(NamedTuple):
+    """The factor of the residual update: ν(α) or 1, times a constant."""
+
+    of_alpha: bool = True
+    times: float = 1.0
+
+    def __call__(self, alpha: Tensor) -> Tensor | float:
+        return nu_lerp(alpha) * self.times if self.of_alpha else self.times
+
+
+NO_FACTOR = LerpFactor(of_alpha=False)
+
+
 def update(
-    h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0, *, scale: float = 1.0, normed: bool = False
+    h: Tensor, x: Tensor, alpha: Tensor, nu: LerpFactor = NO_FACTOR, *, scale: float = 1.0, normed: bool = False
 ) -> Tensor:
-    """The residual update lerp(h, norm(x · scale), α, ν), or the norm of that."""
+    """The residual update lerp(h, norm(x · scale), α, ν(α)), or the norm of that."""
     if use_kernels(h):
         from angpt.models import kernels
 
-        return kernels.update(h, x.to(h.dtype), (1 - alpha) * nu, alpha * nu, scale, normed)
-    y = lerp(h, norm(x if scale == 1.0 else x * scale), alpha, nu)
+        return kernels.update(h, x.to(h.dtype), alpha, nu.of_alpha, nu.times, scale, normed)
+    y = lerp(h, norm(x if scale == 1.0 else x * scale), alpha, nu(alpha))
     return norm(y) if normed else y
 
 
@@ -109,6 +128,10 @@ class PositiveScale(LearnedScale):
         return super().forward().abs()
 
 
+def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    return (weight * scale[:, None]).to(weight.dtype)
+
+
 class Linear(nn.Linear):
     """W x · scale, without bias, the scale a number or a vector with an entry per output.
 
@@ -121,7 +144,9 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
         if isinstance(scale, Tensor):
-            return F.linear(x, (self.weight * scale[:, None]).to(self.weight.dtype))
+            if torch.compiler.is_compiling():  # keep the product for the backward pass no more than W itself is kept
+                return F.linear(x, checkpoint(scale_rows, self.weight, scale, use_reentrant=False))
+            return F.linear(x, scale_rows(self.weight, scale))
         y = F.linear(x, self.weight)
         return y if scale == 1.0 else y * scale
 

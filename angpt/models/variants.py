@@ -15,7 +15,7 @@ from angpt.models.constraints import Constraint
 from angpt.models.decoder import Decoder
 from angpt.models.gptplus import GPTPlus
 from angpt.models.ngpt import NGPT
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm, update
+from angpt.models.primitives import NO_FACTOR, Context, LearnedScale, LerpFactor, RMSNorm, norm, update
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -114,7 +114,7 @@ class NGPTLerpFactor(NGPT):
 
     class Block(ngpt.Block):
         def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-            return update(h, x, alpha, factors.nu_lerp(alpha))
+            return update(h, x, alpha, LerpFactor())
 
 
 @variant("ngpt/bounded")
@@ -132,8 +132,8 @@ def scaled_factors(const: float = 1.0, residual: float = 1.0) -> type[AnGPT]:
         def constants(self, cfg: ModelConfig) -> factors.Factors:
             return super().constants(cfg).times(const)
 
-        def nu_lerp(self, alpha: Tensor) -> Tensor | float:
-            return super().nu_lerp(alpha) * residual
+        def residual_factor(self) -> LerpFactor:
+            return LerpFactor(times=residual)
 
     doc = f"Constant factors × {const:g}, ν(α) × {residual:g}."
     return type("ScaledFactors", (AnGPT,), {"Block": Block, "__doc__": doc})
@@ -153,8 +153,8 @@ class NoConstBlock(angpt.Block):
 
 
 class NoResidualFactorBlock(angpt.Block):
-    def nu_lerp(self, alpha: Tensor) -> Tensor | float:
-        return 1.0
+    def residual_factor(self) -> LerpFactor:
+        return NO_FACTOR
 
 
 @variant("angpt/no-const")

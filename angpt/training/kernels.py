@@ -16,6 +16,8 @@ TILE = 4096
 """Elements that one program holds in registers."""
 STRETCH = 8 * TILE
 """Elements that one program sums."""
+TABLES = 16
+"""How many sets of addresses are kept."""
 COLUMNS = 16
 """Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
 
@@ -96,25 +98,49 @@ def _columns(
 
 
 @triton.jit
-def _squares(x_ptr, sums_ptr, size, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """The sum of squares of each stretch of TILES · BLOCK elements."""
+def _squares(table_ptr, sums_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """The sum of squares of one stretch of one tensor: the table has its address and length for each program."""
+    program = tl.program_id(0)
+    x_ptr = tl.multiple_of(tl.load(table_ptr + 2 * program).to(tl.pointer_type(DTYPE)), 16)
+    size = tl.load(table_ptr + 2 * program + 1)
     total = tl.zeros((BLOCK,), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * TILES * BLOCK
     for tile in range(TILES):
-        at = first + tile * BLOCK + tl.arange(0, BLOCK)
+        at = tile * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, at < size, 0.0).to(tl.float32)
         total += x * x
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+    tl.store(sums_ptr + program, tl.sum(total))
 
 
-def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, in fp32."""
-    counts = [triton.cdiv(x.numel(), STRETCH) for x in tensors]
-    sums = torch.empty(sum(counts), device=tensors[0].device)
-    with torch.cuda.device(sums.device):
-        for x, part in zip(tensors, torch.split(sums, counts), strict=True):
-            _squares[(len(part),)](x, part, x.numel(), BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
-    return sums.sum()
+class SquareSum:
+    """The sum of the squares of all elements of many tensors, in fp32 and in one launch."""
+
+    def __init__(self) -> None:
+        self.tables: dict[tuple[int, ...], Tensor] = {}
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        device, dtype = tensors[0].device, tensors[0].dtype
+        if any(x.dtype != dtype for x in tensors):
+            raise ValueError("tensors of one dtype only")
+        table = self.table(tensors)
+        sums = torch.empty(len(table), device=device)
+        kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+        with torch.cuda.device(device):
+            _squares[(len(sums),)](table, sums, DTYPE=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
+        return sums.sum()
+
+    def table(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Kept for the addresses at hand: the allocator gives gradients the same blocks in each step."""
+        known = tuple(x.data_ptr() for x in tensors)
+        if known not in self.tables:
+            if len(self.tables) >= TABLES:
+                self.tables.clear()
+            rows = [
+                (x.data_ptr() + first * x.element_size(), min(STRETCH, x.numel() - first))
+                for x in tensors
+                for first in range(0, x.numel(), STRETCH)
+            ]
+            self.tables[known] = torch.tensor(rows, dtype=torch.int64).pin_memory().to(tensors[0].device)
+        return self.tables[known]
 
 
 def adam_(

@@ -3,8 +3,9 @@
 A parameter may have a copy, which the model computes with and whose gradient then counts (see `engine`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ class Part:
 
     def gradient(self) -> Tensor:
         """Of the copy, unless gradients of several passes were gathered in fp32."""
-        holder = self.weight if self.copy is None or self.copy.grad is None else self.copy
-        return torch.zeros_like(self.weight) if holder.grad is None else holder.grad.contiguous()
+        holder = self.weight if self.copy is None or self.weight.grad is not None else self.copy
+        return torch.zeros_like(holder) if holder.grad is None else holder.grad.contiguous()
 
 
 class Adam:
@@ -108,10 +109,15 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     rest = [x for x in tensors if not (x.is_cuda and x.ndim == 2)]
     squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
     if large:
-        from angpt.training import kernels
-
-        squares = squares + kernels.square_sum(large)
+        squares = squares + _square_sum()(large)
     return squares.sqrt()
+
+
+@cache
+def _square_sum() -> Callable[[Sequence[Tensor]], Tensor]:
+    from angpt.training import kernels
+
+    return kernels.SquareSum()
 
 
 def adam_(

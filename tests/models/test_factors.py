@@ -8,6 +8,7 @@ from angpt.config import SIZES, ModelConfig
 from angpt.models import angpt, factors
 from angpt.models.factor_report import activation, draw_concentration, factor_rows, factor_tables
 from angpt.models.factors import ACTIVATION_ASSUMPTIONS
+from angpt.models.primitives import LerpFactor
 from angpt.models.variants import build
 from tests.models.conftest import TINY, some_tokens, tiny
 
@@ -20,8 +21,8 @@ def changed(field=None, residual=1.0, times=1.7):
             nu = super().constants(cfg)
             return dataclasses.replace(nu, **{field: times * getattr(nu, field)}) if field else nu
 
-        def nu_lerp(self, alpha):
-            return super().nu_lerp(alpha) * residual
+        def residual_factor(self):
+            return LerpFactor(times=residual)
 
     model = type("Changed", (angpt.AnGPT,), {"Block": Block})(ModelConfig(**TINY)).double()
     model.load_state_dict(tiny("angpt").state_dict())

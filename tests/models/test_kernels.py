@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from angpt.models import factors
-from angpt.models.primitives import cross_entropy, make_context, norm_rotated, split_heads, swiglu, update
+from angpt.models.primitives import (
+    NO_FACTOR,
+    LerpFactor,
+    cross_entropy,
+    make_context,
+    norm_rotated,
+    split_heads,
+    swiglu,
+    update,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a CUDA device")
 
@@ -54,7 +62,7 @@ def test_norm_rotated(heads, d, rotated, documents, gain):
 @pytest.mark.parametrize("normed", [False, True])
 def test_update(d, normed):
     def function(h, x, alpha):
-        return update(h, x, alpha, 1.0 if normed else factors.nu_lerp(alpha), scale=0.7, normed=normed)
+        return update(h, x, alpha, NO_FACTOR if normed else LerpFactor(times=1.3), scale=0.7, normed=normed)
 
     compare(function, draw(3, 71, d), draw(3, 71, d), vectors=(torch.rand(d, device="cuda", requires_grad=True),))
 
