@@ -4,10 +4,13 @@
 """
 
 from collections.abc import Sequence
+from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from angpt.models.constraints import TINY, Constraint
@@ -16,8 +19,6 @@ TILE = 4096
 """Elements that one program holds in registers."""
 STRETCH = 8 * TILE
 """Elements that one program sums."""
-TABLES = 16
-"""How many sets of addresses are kept."""
 COLUMNS = 16
 """Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
 
@@ -111,36 +112,28 @@ def _squares(table_ptr, sums_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TILE
     tl.store(sums_ptr + program, tl.sum(total))
 
 
-class SquareSum:
-    """The sum of the squares of all elements of many tensors, in fp32 and in one launch."""
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements of tensors of one dtype, in fp32 and in one launch."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if any(x.dtype != dtype for x in tensors):
+        raise ValueError("tensors of one dtype only")
+    which, first, sizes = _stretches(tuple(x.numel() for x in tensors))
+    addresses = np.array([x.data_ptr() for x in tensors])[which] + first * tensors[0].element_size()
+    # Pinned and not waited for: a step must not stop the device.
+    table = torch.from_numpy(np.stack((addresses, sizes), axis=1)).pin_memory().to(device, non_blocking=True)
+    sums = torch.empty(len(sizes), device=device)
+    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    with torch.cuda.device(device):
+        _squares[(len(sizes),)](table, sums, DTYPE=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
+    return sums.sum()
 
-    def __init__(self) -> None:
-        self.tables: dict[tuple[int, ...], Tensor] = {}
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        device, dtype = tensors[0].device, tensors[0].dtype
-        if any(x.dtype != dtype for x in tensors):
-            raise ValueError("tensors of one dtype only")
-        table = self.table(tensors)
-        sums = torch.empty(len(table), device=device)
-        kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
-        with torch.cuda.device(device):
-            _squares[(len(sums),)](table, sums, DTYPE=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
-        return sums.sum()
-
-    def table(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Kept for the addresses at hand: the allocator gives gradients the same blocks in each step."""
-        known = tuple(x.data_ptr() for x in tensors)
-        if known not in self.tables:
-            if len(self.tables) >= TABLES:
-                self.tables.clear()
-            rows = [
-                (x.data_ptr() + first * x.element_size(), min(STRETCH, x.numel() - first))
-                for x in tensors
-                for first in range(0, x.numel(), STRETCH)
-            ]
-            self.tables[known] = torch.tensor(rows, dtype=torch.int64).pin_memory().to(tensors[0].device)
-        return self.tables[known]
+@cache
+def _stretches(numels: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """For each program: the number of its tensor, its first element and how many it has."""
+    rows = [(i, first, min(STRETCH, n - first)) for i, n in enumerate(numels) for first in range(0, n, STRETCH)]
+    which, first, sizes = np.array(rows, dtype=np.int64).T
+    return which, first, sizes
 
 
 def adam_(

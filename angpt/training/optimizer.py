@@ -3,9 +3,8 @@
 A parameter may have a copy, which the model computes with and whose gradient then counts (see `engine`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -109,15 +108,10 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     rest = [x for x in tensors if not (x.is_cuda and x.ndim == 2)]
     squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
     if large:
-        squares = squares + _square_sum()(large)
+        from angpt.training import kernels
+
+        squares = squares + kernels.square_sum(large)
     return squares.sqrt()
-
-
-@cache
-def _square_sum() -> Callable[[Sequence[Tensor]], Tensor]:
-    from angpt.training import kernels
-
-    return kernels.SquareSum()
 
 
 def adam_(
