@@ -23,6 +23,7 @@ def train(
     device: Device = "auto",
     precision: Precision = "auto",
     compile: Literal["auto", "on", "off"] = "auto",
+    profile: int = 0,
     out: Path | None = None,
 ) -> None:
     """The training step: time, ratio to the first architecture, MFU, memory, and its parts.
@@ -39,6 +40,7 @@ def train(
         device: Where to run; the GPU if there is one.
         precision: Of matrix products; bf16 on a GPU.
         compile: Whether blocks are compiled; on a GPU they are.
+        profile: Also show that many kernels that take most of a step.
         out: Also write the results as JSON.
     """
     from angpt.bench.measure import positive, write_json
@@ -63,7 +65,7 @@ def train(
     for case in chosen:
         with console.status("") as status:
             found = bench_train(
-                case, architectures, context, where, dtype, compiled, rounds, steps,
+                case, architectures, context, where, dtype, compiled, rounds, steps, profile,
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
         console.print(*tables(found))

@@ -61,6 +61,8 @@ class Result:
     """From building the model to the end of its first step."""
     parts_ms: dict[str, float]
     """Each timed apart, with the device idle in between; `constraint` is the part of `optimizer` that it adds."""
+    kernels: list[tuple[str, int, float]]
+    """Name, calls per step and milliseconds per step of what takes most, where a profile was asked for."""
 
 
 class Subject:
@@ -126,6 +128,24 @@ class Subject:
         found["constraint"] = found["optimizer"] - found["constraint"]
         return found
 
+    def profile(self, count: int, steps: int = 3) -> list[tuple[str, int, float]]:
+        """The `count` kernels (on the CPU: operations) that take most of a step: name, calls, milliseconds."""
+        if count == 0:
+            return []
+        from torch.profiler import ProfilerActivity, profile
+
+        on_gpu = self.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+            for _ in range(steps):
+                self.step()
+            synchronize(self.device)
+        rows = [
+            (e.key, e.count // steps, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / steps)
+            for e in found.key_averages()
+        ]
+        rows.sort(key=lambda row: -row[2])
+        return [*rows[:count], ("all", sum(n for _, n, _ in rows), sum(ms for _, _, ms in rows))]
+
 
 def bench_train(
     case: Case,
@@ -136,6 +156,7 @@ def bench_train(
     compiled: bool,
     rounds: int,
     steps: int,
+    profile: int,
     progress: Callable[[str], None],
 ) -> list[Result]:
     """All architectures in one case; the first of them is what the others are compared with."""
@@ -167,6 +188,7 @@ def bench_train(
                 memory_gib=subject.peak_gib,
                 first_step_s=subject.first_step_s,
                 parts_ms=subject.parts(min(5, rounds)),
+                kernels=subject.profile(profile),
             )
         )
     return results
@@ -194,7 +216,18 @@ def tables(results: Sequence[Result]) -> list[Table]:
             f"{r.first_step_s:.1f}",
         )
         parts.add_row(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS))
-    return [steps, parts]
+    return [steps, parts, *(profile_table(r) for r in results if r.kernels)]
+
+
+def profile_table(result: Result) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    out.title = f"{result.architecture}: what takes most of a step"
+    out.add_column("ms", justify="right")
+    out.add_column("calls", justify="right")
+    out.add_column("kernel", overflow="ellipsis", no_wrap=True)
+    for name, calls, ms in result.kernels:
+        out.add_row(f"{ms:.2f}", str(calls), name)
+    return out
 
 
 def _allocated(device: torch.device) -> int:

@@ -1,0 +1,93 @@
+"""What `angpt bench` computes from its measurements, and that each of them runs on the CPU."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from angpt.bench import optimizer
+from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.train import PARTS, Case
+from angpt.cli import main
+from angpt.config import ModelConfig
+from angpt.errors import UserError
+from angpt.models.variants import build
+
+
+def test_turns_are_taken_in_order():
+    calls = []
+    functions = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+    seconds = in_turns(functions, torch.device("cpu"), rounds=2, calls=2)
+    assert "".join(calls) == "aabbccaabbcc"
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_median_and_quartiles():
+    assert median([5.0, 1.0, 3.0, 2.0, 4.0]) == Interval(3.0, 2.0, 4.0)
+    assert median([2.0]).times(1e3) == Interval(2000.0, 2000.0, 2000.0)
+
+
+def test_drift_cancels_in_a_ratio_of_rounds():
+    drift = np.exp(np.random.default_rng(0).normal(0, 0.3, 40))
+    found = ratio((1.02 * drift).tolist(), drift.tolist())
+    assert (found.value, found.low, found.high) == pytest.approx((1.02, 1.02, 1.02))
+
+
+def test_an_interval_of_a_ratio_covers_the_truth():
+    rng = np.random.default_rng(1)
+    covered = 0
+    for _ in range(100):
+        a, b = 1.05 * rng.normal(1, 0.02, 20), rng.normal(1, 0.02, 20)
+        found = ratio(a.tolist(), b.tolist())
+        covered += found.low <= 1.05 <= found.high
+    assert covered >= 88
+
+
+def test_cases():
+    assert Case.parse("0.5B:8") == Case("0.5B", 8)
+    for text in ("0.5B", "0.5B:0", "0.5B:x", "7B:8"):
+        with pytest.raises(UserError, match="SIZE:SEQUENCES"):
+            Case.parse(text)
+
+
+def test_bytes_of_an_optimizer_step():
+    """A matrix in bf16: gradient read twice, three fp32 tensors read and written, the copy written."""
+    model = build(ModelConfig(d_model=32, n_layers=1, n_heads=2, vocab_size=64, context=16))
+    matrices = sum(p.numel() for p in model.matrices().values())
+    vectors = model.parameter_count() - matrices
+    assert optimizer.floor_bytes(model, low_precision=True) == matrices * (2 + 2 + 24 + 2) + vectors * (8 + 24)
+    assert optimizer.floor_bytes(model, low_precision=False) == model.parameter_count() * 32
+
+
+def test_training_on_the_cpu(tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    options = ["--context", "16", "--rounds", "2", "--steps", "1", "--device", "cpu", "--profile", "3"]
+    main(["bench", "train", "32M:1", "--architectures", "gpt+", "angpt", *options, "--out", str(out)])
+    assert "÷ gpt+" in capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert record["environment"]["torch"] == torch.__version__
+    gpt, an = record["results"]
+    assert gpt["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert an["architecture"] == "angpt"
+    assert set(an["parts_ms"]) == set(PARTS)
+    assert an["tokens_per_s"] == pytest.approx(16e3 / an["step_ms"]["value"])
+    assert an["kernels"][-1][0] == "all"
+    assert len(an["kernels"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "9B:1"], "SIZE:SEQUENCES"),
+        (["train", "32M:1", "--rounds", "0"], "--rounds 0"),
+        (["train", "32M:1", "--architectures", "gtp+"], "gpt+"),
+        (["optimizer", "--size", "33M"], "32M"),
+        (["data", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *arguments, "--device", "cpu"])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
