@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,6 @@ class Subject:
     """A model in training on random tokens."""
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
-        synchronize(device)
-        before = _allocated(device)
         start = time.perf_counter()
         self.engine = Engine(build(config).to(device), OptimizerConfig(weight_decay=0.0), dtype, compiled)
         tokens = torch.randint(config.vocab_size, (rows, config.context + 1), device=device)
@@ -79,21 +78,28 @@ class Subject:
         self.step()
         synchronize(device)
         self.first_step_s = time.perf_counter() - start
-        self.own_gib = (_allocated(device) - before) / 2**30
-        self.peak_gib = self._peak()
 
     def step(self) -> Tensor:
         self.engine.backward(self.batch, self.rows)
         return self.engine.step(1, LR)
 
-    def _peak(self) -> float:
-        """Of a step, without what other models hold."""
+    def peak_gib(self) -> float:
+        """Memory of the parameters, their copies and moments, and what a step takes beside: not that of other models
+        in the process. On the CPU, the peak of the process."""
         if self.device.type != "cuda":
             return peak_memory_gib(self.device)
+        gc.collect()  # compiling leaves cycles behind that hold tensors
         torch.cuda.reset_peak_memory_stats(self.device)
-        others = _allocated(self.device) / 2**30 - self.own_gib
+        before = torch.cuda.memory_allocated(self.device)
         self.step()
-        return peak_memory_gib(self.device) - others
+        step = torch.cuda.max_memory_allocated(self.device) - before
+        held = [
+            tensor
+            for part in self.engine.optimizer.parts
+            for tensor in (part.weight, part.copy, part.exp_avg, part.exp_avg_sq)
+            if tensor is not None
+        ]
+        return (step + sum(x.numel() * x.element_size() for x in held)) / 2**30
 
     def parts(self, rounds: int) -> dict[str, float]:
         """Milliseconds of each part of a step."""
@@ -185,7 +191,7 @@ def bench_train(
                 ratio=ratio(seconds[name], seconds[architectures[0]]),
                 tokens_per_s=tokens / step.value,
                 mfu=flops / step.value / peak,
-                memory_gib=subject.peak_gib,
+                memory_gib=subject.peak_gib(),
                 first_step_s=subject.first_step_s,
                 parts_ms=subject.parts(min(5, rounds)),
                 kernels=subject.profile(profile),
@@ -228,7 +234,3 @@ def profile_table(result: Result) -> Table:
     for name, calls, ms in result.kernels:
         out.add_row(f"{ms:.2f}", str(calls), name)
     return out
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
