@@ -230,7 +230,7 @@ def profile_table(result: Result) -> Table:
     out.title = f"{result.architecture}: what takes most of a step"
     out.add_column("ms", justify="right")
     out.add_column("calls", justify="right")
-    out.add_column("kernel", overflow="ellipsis", no_wrap=True)
+    out.add_column("kernel", no_wrap=True)
     for name, calls, ms in result.kernels:
-        out.add_row(f"{ms:.2f}", str(calls), name)
+        out.add_row(f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…")
     return out
