@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.inference.graph import Graph
-from angpt.models.primitives import EPS, split_heads
+from angpt.models.primitives import EPS
 
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
@@ -88,11 +88,13 @@ class Layer(nn.Module):
         return self.update(h, F.linear(u * F.silu(z), self.W_d), "m")
 
     def attention(self, x: Tensor, place: Place, cache: Cache | None, by_hand: bool) -> Tensor:
-        q, k, v = split_heads(F.linear(x.to(self.W_qkv.dtype), self.W_qkv), self.d_head)
-        q, k = place.rotate(q), place.rotate(k)
+        qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).unflatten(-1, (3, -1, self.d_head))
+        qk, v = qkv[:, :, :2].flatten(2, 3).transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
+        qk = place.rotate(qk)  # all heads of q and k at once
         if self.gain is not None:
-            q, k = long_norm(q) * self.gain, long_norm(k)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+            qk = long_norm(qk)
+        q, k = qk.chunk(2, dim=1)
+        q, k = (q if self.gain is None else q * self.gain).to(v.dtype), k.to(v.dtype)
         if place.slots is None:
             if cache is not None:
                 cache.keys[:, :, : k.shape[2]] = k
@@ -142,9 +144,12 @@ class Folded(nn.Module):
         self.layers = nn.ModuleList(Layer(cfg, graph) for _ in range(cfg.n_layers))
         self.slope_h = parameter(1) if graph.input == "tanh" else None
         self.W_h = parameter(cfg.vocab_size, cfg.d_model)
+        self.engine: Any = None
+        """Of the last generation, for the next one."""
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> Self:
         """Move to a device, the matrices to a dtype; vectors stay in at least fp32."""
+        self.engine = None
         for p in self.parameters():
             p.data = p.data.to(device, dtype if p.ndim == 2 else torch.promote_types(dtype, torch.float32))
         return self
