@@ -15,6 +15,7 @@ from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
+from angpt.inference.commands import fold_command, generate_command
 from angpt.studies.commands import compare_command, report
 from angpt.training.commands import train_command
 from angpt.version import __version__
@@ -29,6 +30,8 @@ bench.command(name="optimizer")(benches.optimizer)
 bench.command(name="data")(benches.data)
 app.command(name="report")(report)
 app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
+app.command(name="fold")(fold_command)
+app.command(name="generate")(generate_command)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)

@@ -119,7 +119,7 @@ class Engine:
         """The step as a graph. The steps before the capture write to the cache only what the graph will write again."""
         state = [t for t in (self.tokens, self.positions, self.count, self.out, self.seen) if t is not None]
         saved = [t.clone() for t in state]
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(GRAPHS_WARMED):

@@ -8,7 +8,7 @@
 | s_z | rows of W_h |
 | g, or s_qk and √d_k of nGPT | the attention scale: q·k is a sum over products, so s_q and s_k are one vector on q |
 | α, ν(α) | keep = (1 − α) ν(α) and add = α ν(α), two vectors per residual update |
-| √d_m, by which unit norms differ from rms | the stream is longer by √d_m: W_e multiplied, W_qkv, W_uz and W_h divided |
+| √d_m, by which a unit norm differs from rms | the stream, that long: in W_e, and out of W_qkv, W_uz, W_h |
 """
 
 import math
@@ -87,5 +87,3 @@ def columns(norm: nn.Module | None, factor: float, stream: float) -> Tensor | fl
 
 def exact(x: Tensor) -> Tensor:
     return x.double()
-
-

@@ -88,7 +88,7 @@ class Layer(nn.Module):
         return self.update(h, F.linear(u * F.silu(z), self.W_d), "m")
 
     def attention(self, x: Tensor, place: Place, cache: Cache | None, by_hand: bool) -> Tensor:
-        qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).unflatten(-1, (3, -1, self.d_head))
+        qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).view(*x.shape[:2], 3, -1, self.d_head)
         qk, v = qkv[:, :, :2].flatten(2, 3).transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
         qk = place.rotate(qk)  # all heads of q and k at once
         if self.gain is not None:
@@ -101,7 +101,8 @@ class Layer(nn.Module):
                 cache.values[:, :, : v.shape[2]] = v
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
         else:
-            assert cache is not None and place.mask is not None
+            assert cache is not None
+            assert place.mask is not None
             rows = torch.arange(k.shape[0], device=k.device)
             cache.keys[rows, :, place.slots] = k[:, :, 0]
             cache.values[rows, :, place.slots] = v[:, :, 0]

@@ -1,10 +1,9 @@
 """Tokens from prompts: cached, batched, with an end; and text from text, with stop strings, as it comes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -122,8 +121,8 @@ def fit(rows: list[list[int]], new_tokens: int, context: int, sliding: bool) -> 
         )
     elif longest + new_tokens > context + 1:  # the last token is not read again
         raise UserError(
-            f"a prompt of {longest:,} tokens and {new_tokens:,} new ones do not fit the model's context of {context:,}; "
-            f"ask for at most {context + 1 - longest:,}, or let the window slide with --sliding"
+            f"a prompt of {longest:,} tokens and {new_tokens:,} new ones do not fit the model's context of "
+            f"{context:,}; ask for at most {context + 1 - longest:,}, or let the window slide with --sliding"
         )
     needed = max(map(len, rows)) + new_tokens
     return rows, min(context, -(-needed // SLOTS) * SLOTS)
@@ -168,9 +167,7 @@ def generate_text(
         return writers[row].stopped
 
     watching = watch if stop or emit is not None else None
-    made = generate(
-        model, rows, new_tokens, how, seed=seed, end=end, sliding=sliding, compile=compile, watch=watching
-    )
+    made = generate(model, rows, new_tokens, how, seed=seed, end=end, sliding=sliding, compile=compile, watch=watching)
     texts = []
     for row, tokens in enumerate(made):
         writer = writers[row]
@@ -190,7 +187,9 @@ def encode(tokenizer: Tokenizer, prompt: str, end: int | None) -> list[int]:
     if ids:
         return ids
     if end is None:
-        raise UserError("an empty prompt needs the token that ends a document, and the tokenizer has none; give a prompt")
+        raise UserError(
+            "an empty prompt needs the token that ends a document, and the tokenizer has none; give a prompt"
+        )
     return [end]
 
 

@@ -159,13 +159,12 @@ def _input_of(name: str, norm: Any) -> str:
 class Operations:
     """What is left of one layer when everything that is constant has been folded: the rows of `angpt fold`'s table."""
 
-    matrices: int
-    norms: int
-    norms_at_head: int
-    tanh: int
-    vectors: int
-    """Products with a vector of the width of the residual stream or of all heads."""
     residual: str
+    norms: int
+    vectors: int
+    """Products with a vector of the width of the residual stream; with the attention scale, where it is a vector."""
+    tanh: int
+    norms_at_head: int
 
 
 def operations(graph: Graph) -> Operations:
@@ -174,10 +173,9 @@ def operations(graph: Graph) -> Operations:
     qk_norms = 0 if graph.qk == "plain" else 2
     update = "keep · h + add · x" if graph.lerp else "h + x"
     return Operations(
-        matrices=4,
-        norms=normed + qk_norms + 2 * graph.output_norm + 2 * graph.update_norm,
-        norms_at_head=int(graph.input == "rms"),
-        tanh=2 if graph.input == "tanh" else 0,
-        vectors=4 * graph.lerp + (graph.qk == "s_qk"),
         residual=f"rms({update})" if graph.update_norm else update,
+        norms=normed + qk_norms + 2 * graph.output_norm + 2 * graph.update_norm,
+        vectors=4 * graph.lerp + (graph.qk == "s_qk"),
+        tanh=2 if graph.input == "tanh" else 0,
+        norms_at_head=int(graph.input == "rms"),
     )

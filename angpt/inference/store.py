@@ -1,25 +1,33 @@
-"""A folded model as a folder: weights, what they are, and the tokenizer. It gets its name when it is complete."""
+"""A folded model as a folder: weights, what they are, and the tokenizer."""
 
+import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from angpt.config import ModelConfig, from_dict
+from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.inference.folded import Folded
 from angpt.inference.graph import Graph
-from angpt.training.checkpoint import digest_and_sync, sync_folder
+from angpt.system import new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
 FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was trained, as far as it is known."""
+
+    step: int | None = None
+    tokens: int | None = None
+    val_loss: float | None = None
+    tokenizer_fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -32,34 +40,52 @@ class About:
     made_from: str
     """The folder that was folded."""
     weights_sha256: str
-    """Of the weights that were folded, as `angpt eval` shows it."""
+    """Of the weights before they were folded, by name and value."""
+    training: Training
     sha256: str
     """Of model.safetensors."""
-    training: dict[str, float | int | None]
-    """Steps, tokens and validation loss of the training, as far as they are known."""
 
 
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when all of it is on the disk; after an error nothing is left of it."""
-    if path.exists():
-        raise UserError(f"{path}: exists; choose another --out, or remove it")
-    part = path.with_name(f".{path.name}.part")
+def save(
+    path: Path, model: Folded, made_from: Path, weights_sha256: str, training: Training, tokenizer: Path | None
+) -> None:
+    """Write a new folder, complete or not at all."""
+    with new_folder(path) as part:
+        try:
+            save_file({name: t.contiguous().cpu() for name, t in model.state_dict().items()}, part / WEIGHTS)
+        except SafetensorError as error:  # of a full disk, say
+            raise OSError(str(error)) from error
+        about = About(FORMAT, model.cfg, model.graph, str(made_from), weights_sha256, training, _sha256(part / WEIGHTS))
+        (part / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, part / TOKENIZER)
+
+
+def read_about(path: Path) -> About:
     try:
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
-        part.mkdir(parents=True)
-        yield part
-        for file in part.rglob("*"):
-            if file.is_file():
-                digest_and_sync(file)
-        sync_folder(part)
-        part.rename(path)
-        sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        values = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise UserError(f"it has format {values['format']!r}, this version reads format {FORMAT}")
+        return from_dict(About, values)
+    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path / ABOUT}: cannot be read ({error}); fold the model again") from error
 
 
-def save(path: Path, model: Folded, made_from: str, weights_sha256: str, training: dict[str, Any]) -> Iterator[Path]:
-    raise NotImplementedError
+def load(path: Path) -> Folded:
+    """The model in a folder, on the CPU, its weights checked against their checksum."""
+    about = read_about(path)
+    try:
+        if _sha256(path / WEIGHTS) != about.sha256:
+            raise UserError("its checksum is wrong")
+        model = Folded(about.model, about.graph)
+        tensors = load_file(path / WEIGHTS)
+        dtype = tensors["W_h"].dtype
+        model.to(dtype).load_state_dict(tensors)
+    except (UserError, OSError, SafetensorError, RuntimeError, KeyError) as error:
+        raise UserError(f"{path / WEIGHTS}: cannot be read ({error}); fold the model again") from error
+    return model.eval()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
