@@ -68,11 +68,11 @@ def operations_table(graphs: "dict[str, Graph]") -> "Table":
 
     from angpt.inference.graph import operations
 
-    title = "Operations per layer after folding: 4 products with matrices, rotation, attention, SiLU, and"
+    title = "Left of a layer: 4 matrices, rotation, attention, SiLU, and"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("architecture", "residual update"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("norms", "vectors", "tanh", "norms at head"):
+    for heading in ("norms", "vectors", "tanh", "at head"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, graph in graphs.items():
         found = operations(graph)
@@ -130,12 +130,14 @@ def generate_command(
     folded = place(source.folded(), device, precision)
     alone = len(texts) == 1
 
-    def write(row: int, piece: str) -> None:
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+    begun = False
 
-    if alone:
-        write(0, texts[0])
+    def write(row: int, piece: str) -> None:
+        nonlocal begun
+        sys.stdout.write(piece if begun or not alone else texts[0] + piece)
+        sys.stdout.flush()
+        begun = True
+
     made = generate_text(
         folded, tokenizer, texts, tokens, how, seed=seed, end=end, stop=stop, sliding=sliding, compile=compile,
         emit=write if alone else None,
@@ -145,6 +147,35 @@ def generate_command(
         return
     for number, (text, found) in enumerate(zip(texts, made, strict=True)):
         write(number, f"{'' if number == 0 else chr(10)}[{number + 1}] {text}{found.text}\n")
+
+
+def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:
+    """Export a trained model for Hugging Face transformers, which loads it with trust_remote_code=True.
+
+    Args:
+        model: A run folder, or an export that was trained further.
+        out: The new folder; the name of the model with -hf unless given.
+    """
+    from angpt.inference.hf import export
+    from angpt.inference.source import open_source
+
+    folder = out or model.with_name(f"{model.name}-hf")
+    export(open_source(model), folder)
+    Console().print(f"{folder}: exported", highlight=False, soft_wrap=True)
+
+
+def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
+    """Bring an export back as a run folder, with the same weights byte for byte.
+
+    Args:
+        model: A folder made by `angpt export hf`, also one that transformers saved again.
+        out: The new run folder.
+    """
+    from angpt.inference.hf import import_run
+    from angpt.inference.source import open_source
+
+    import_run(open_source(model), out)
+    Console().print(f"{out}: imported; try: angpt generate {out}", highlight=False, soft_wrap=True)
 
 
 def place(model: "Folded", device: str, precision: Precision) -> "Folded":

@@ -171,7 +171,7 @@ def operations(graph: Graph) -> Operations:
     """Counted from the graph; a test counts them in a running model."""
     normed = {"none": 0, "tanh": 0, "rms": 2}[graph.input]
     qk_norms = 0 if graph.qk == "plain" else 2
-    update = "keep · h + add · x" if graph.lerp else "h + x"
+    update = "keep·h + add·x" if graph.lerp else "h + x"
     return Operations(
         residual=f"rms({update})" if graph.update_norm else update,
         norms=normed + qk_norms + 2 * graph.output_norm + 2 * graph.update_norm,
