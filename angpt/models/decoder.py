@@ -119,7 +119,7 @@ class Decoder(nn.Module, ABC):
             project_(weight.normal_(generator=generator), Constraint("unit", declared[name].dim))
 
     def generate(self, prompts: Any, new_tokens: int, **options: Any) -> list[list[int]]:
-        """New tokens behind each prompt, by a copy that is folded for inference: `angpt.inference.generate.generate`."""
+        """New tokens behind each prompt, from a folded copy: see `angpt.inference.generate.generate`."""
         from angpt.inference.generate import generate
 
         return generate(self, prompts, new_tokens, **options)
