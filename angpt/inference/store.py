@@ -79,8 +79,7 @@ def load(path: Path) -> Folded:
             raise UserError("its checksum is wrong")
         model = Folded(about.model, about.graph)
         tensors = load_file(path / WEIGHTS)
-        dtype = tensors["W_h"].dtype
-        model.to(dtype).load_state_dict(tensors)
+        model.prepare("cpu", tensors["W_h"].dtype).load_state_dict(tensors)
     except (UserError, OSError, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"{path / WEIGHTS}: cannot be read ({error}); fold the model again") from error
     return model.eval()
