@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 200
 Precision = Literal["auto", "fp32", "bf16"]
+Step = Literal["auto", "plain", "kernels", "compiled"]
 
 
 def fold_command(
@@ -95,7 +96,7 @@ def generate_command(
     sliding: bool = False,
     device: str = "auto",
     precision: Precision = "auto",
-    compile: bool = False,
+    step: Step = "auto",
 ) -> None:
     """Text from a trained model, as it comes.
 
@@ -113,7 +114,8 @@ def generate_command(
         sliding: Go beyond the model's context, each token seeing as many before it as fit.
         device: cpu, cuda, or auto: cuda where there is one.
         precision: Of the matrices: fp32, bf16, or auto: bf16 on a GPU.
-        compile: On a GPU, compile first: a minute before the first token, and the fastest from there on.
+        step: How a token is computed: plain operations, hand-written kernels (a few prompts on a GPU), or compiled (a
+            minute before the first token, then faster than plain). auto: kernels where they apply, else plain.
     """
     from angpt.inference.generate import encode, generate_text
     from angpt.inference.sampling import Sampling
@@ -139,7 +141,7 @@ def generate_command(
         begun = True
 
     made = generate_text(
-        folded, tokenizer, texts, tokens, how, seed=seed, end=end, stop=stop, sliding=sliding, compile=compile,
+        folded, tokenizer, texts, tokens, how, seed=seed, end=end, stop=stop, sliding=sliding, step=step,
         emit=write if alone else None,
     )  # fmt: skip
     if alone:

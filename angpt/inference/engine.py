@@ -4,10 +4,10 @@ The step looks at as many slots of the cache as the longest row needs, rounded u
 each. Nothing in it depends on Python: between two tokens the host only launches the graph again.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ GRAPHS_WARMED = 3
 """Steps before a capture, in which libraries set themselves up."""
 
 
+Step = Literal["auto", "plain", "kernels", "compiled"]
+"""How a decode step is computed. plain: one PyTorch operation after the other. kernels: five hand-written kernels per
+layer, for few rows in bf16 on a GPU. compiled: by torch.compile, which takes a minute or so before the first token.
+auto: kernels where they apply, plain otherwise."""
+KERNEL_ROWS = 4
+"""Up to so many rows the kernels are used; they read the matrices once for each."""
+
+
 @cache
 def compiled_layer() -> Any:
     """One layer of a decode step, compiled once for all layers. Products with a single row become plain reductions,
@@ -33,15 +41,30 @@ def compiled_layer() -> Any:
     return torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
 
 
+def decoder_of(model: Folded, batch: int, step: Step) -> Callable[..., Tensor]:
+    """The function that computes the logits behind one more token of each row."""
+    on_gpu = model.device.type == "cuda"
+    if step == "compiled":
+        return partial(model.decode, layer=compiled_layer())
+    if step == "kernels" or (step == "auto" and on_gpu and batch <= KERNEL_ROWS):
+        if on_gpu:
+            from angpt.inference import kernels
+
+            if kernels.supports(model):
+                return partial(kernels.decode, model)
+        if step == "kernels":
+            raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; leave out --step")
+    return model.decode
+
+
 class Engine:
     """Decodes batches of one size with one model. `start` takes new prompts, `advance` adds a token to every row."""
 
     def __init__(
-        self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, compile: bool = False
+        self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
     ) -> None:
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
-        self.compile = compile
-        self.layer = compiled_layer() if compile else Layer.__call__
+        self.kind, self.decode = step, decoder_of(model, batch, step)
         self.caches = model.make_caches(batch, slots)
         device = model.device
         self.tokens = torch.zeros(batch, dtype=torch.long, device=device)
@@ -55,10 +78,10 @@ class Engine:
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def serves(self, batch: int, slots: int, new_tokens: int, how: Sampling, compile: bool) -> bool:
+    def serves(self, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step) -> bool:
         """Whether this engine can do what one made with these arguments would."""
-        mine = (len(self.tokens), self.slots, self.new_tokens, self.how, self.compile)
-        return mine == (batch, slots, new_tokens, how, compile)
+        mine = (len(self.tokens), self.slots, self.new_tokens, self.how, self.kind)
+        return mine == (batch, slots, new_tokens, how, step)
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[int]], seed: int) -> None:
@@ -103,7 +126,7 @@ class Engine:
     def step(self, shown: int) -> None:
         """The whole of a decode step, on tensors that stay where they are."""
         caches = [Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in self.caches]
-        logits = self.model.decode(self.tokens, self.positions, caches, self.slots, self.layer)
+        logits = self.decode(self.tokens, self.positions, caches, self.slots)
         self.positions.add_(1)
         self.choose(logits)
 

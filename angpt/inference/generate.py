@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from angpt.errors import UserError
-from angpt.inference.engine import Engine
+from angpt.inference.engine import Engine, Step
 from angpt.inference.fold import fold
 from angpt.inference.folded import Folded
 from angpt.inference.sampling import Sampling
@@ -35,7 +35,7 @@ def generate(
     seed: int = 0,
     end: int | None = None,
     sliding: bool = False,
-    compile: bool = False,
+    step: Step = "auto",
     watch: Watch | None = None,
 ) -> list[list[int]]:
     """Up to `new_tokens` tokens behind each prompt, which may be of different length; the prompts are not repeated.
@@ -49,7 +49,7 @@ def generate(
         end: A row ends with this token, which is its last.
         sliding: Let prompt and new tokens be longer than the context: of a prompt its last tokens are read, and each
             new token attends to as many before it as fit. Without it, this is an error.
-        compile: On a GPU, compile the decode step first; it takes a minute or so and pays for thousands of tokens.
+        step: How a decode step is computed; see `engine.Step`.
         watch: Sees the tokens of each row as they come and can end it.
     """
     rows = checked(prompts, model.cfg.vocab_size)
@@ -57,17 +57,17 @@ def generate(
         raise UserError(f"at least one token must be asked for, not {new_tokens}")
     folded = model if isinstance(model, Folded) else fold(model)
     rows, slots = fit(rows, new_tokens, folded.cfg.context, sliding)
-    engine = engine_for(folded, len(rows), slots, new_tokens, how or Sampling(), compile)
+    engine = engine_for(folded, len(rows), slots, new_tokens, how or Sampling(), step)
     engine.start(rows, seed)
     return collect(engine, end, watch)
 
 
-def engine_for(model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, compile: bool) -> Engine:
+def engine_for(model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step) -> Engine:
     """The engine of the last call where it serves this one too: its graphs are captured already."""
     kept = model.engine
-    if isinstance(kept, Engine) and kept.serves(batch, slots, new_tokens, how, compile):
+    if isinstance(kept, Engine) and kept.serves(batch, slots, new_tokens, how, step):
         return kept
-    model.engine = Engine(model, batch, slots, new_tokens, how, compile)
+    model.engine = Engine(model, batch, slots, new_tokens, how, step)
     return model.engine
 
 
@@ -150,7 +150,7 @@ def generate_text(
     end: int | None = None,
     stop: Sequence[str] = (),
     sliding: bool = False,
-    compile: bool = False,
+    step: Step = "auto",
     emit: Callable[[int, str], None] | None = None,
 ) -> list[Text]:
     """Text behind each prompt. An empty prompt is the beginning of a document, which needs `end`. `emit` is called with
@@ -167,7 +167,7 @@ def generate_text(
         return writers[row].stopped
 
     watching = watch if stop or emit is not None else None
-    made = generate(model, rows, new_tokens, how, seed=seed, end=end, sliding=sliding, compile=compile, watch=watching)
+    made = generate(model, rows, new_tokens, how, seed=seed, end=end, sliding=sliding, step=step, watch=watching)
     texts = []
     for row, tokens in enumerate(made):
         writer = writers[row]

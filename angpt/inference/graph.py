@@ -57,8 +57,7 @@ class Graph:
 
 
 Facts = dict[str, Any]
-PRE = {"input": "norm", "output_norm": False}
-POST = {"input": "none", "output_norm": True}
+PRE, BARE = {"input": "norm"}, {"input": "none"}
 SUM = {"lerp": False, "positive_alpha": False, "nu_alpha": False, "update_factor": 1.0, "update_norm": False}
 NOTHING: Facts = {}
 
@@ -68,19 +67,19 @@ BLOCK: dict[str, dict[Callable[..., Any], Facts]] = {
     "attention": {
         gptplus.Block.attention: PRE | {"qk": "g"},
         variants.NoQKNorm.Block.attention: PRE | {"qk": "plain"},
-        ngpt.Block.attention: POST | {"qk": "s_qk"},
-        angpt.Block.attention: POST | {"qk": "g"},
+        ngpt.Block.attention: BARE | {"qk": "s_qk"},
+        angpt.Block.attention: BARE | {"qk": "g"},
     },
     "mlp": {
         gptplus.Block.mlp: PRE | {"s_uz": False},
-        ngpt.Block.mlp: POST | {"s_uz": True},
-        angpt.Block.mlp: POST | {"s_uz": False},
+        ngpt.Block.mlp: BARE | {"s_uz": True},
+        angpt.Block.mlp: BARE | {"s_uz": False},
     },
     "forward": {
-        gptplus.Block.forward: SUM,
-        variants.NoLerp.Block.forward: SUM,
-        ngpt.Block.forward: {"lerp": True},
-        angpt.Block.forward: {"lerp": True},
+        gptplus.Block.forward: SUM | {"output_norm": False},
+        variants.NoLerp.Block.forward: SUM | {"output_norm": True},
+        ngpt.Block.forward: {"lerp": True, "output_norm": True},
+        angpt.Block.forward: {"lerp": True, "output_norm": True},
     },
 }
 UPDATE: dict[Callable[..., Any], Facts] = {
@@ -110,7 +109,13 @@ def read_graph(model: Decoder) -> Graph:
     facts: Facts = {"nu_p": 1.0, "nu_uz": 1.0, "nu_d": 1.0, "input_factors": (1.0,) * model.cfg.n_layers}
     for owner, table in ((model, MODEL), (block, BLOCK)):
         for method, known in table.items():
-            facts |= _known(name, owner, method, known)
+            found = _known(name, owner, method, known)
+            if any(facts.get(key, value) != value for key, value in found.items()):
+                raise UserError(f"{name}: its methods do not belong together; it can be neither folded nor exported")
+            facts |= found
+    # A stream that is longer by √d_m is read without a norm in front and written with one behind, or neither.
+    if (facts["input"] == "norm") == facts["output_norm"]:
+        raise UserError(f"{name}: has norms on both sides of a block or none; it can be neither folded nor exported")
     if facts["lerp"]:
         facts |= _known(name, block, "update", UPDATE)
         facts["positive_alpha"] = isinstance(block.alpha_a, PositiveScale)

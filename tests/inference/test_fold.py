@@ -11,10 +11,11 @@ from angpt.inference import folded as folded_module
 from angpt.inference.commands import all_graphs
 from angpt.inference.fold import fold
 from angpt.inference.graph import operations, read_graph
-from angpt.models import angpt
+from angpt.models import angpt, gptplus
 from angpt.models.angpt import AnGPT
+from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm
-from angpt.models.variants import ARCHITECTURES
+from angpt.models.variants import ARCHITECTURES, NoLerp
 from tests.models.conftest import some_tokens, tiny
 
 NAMES = sorted(ARCHITECTURES)
@@ -125,6 +126,22 @@ def test_an_unknown_operation_is_refused_by_its_name() -> None:
         fold(Odd(cfg))
     with pytest.raises(UserError, match=r"no multiple of ν\(α\)"):
         read_graph(OddNu(cfg))
+
+
+def test_methods_that_do_not_belong_together_are_refused() -> None:
+    class Mixed(GPTPlus):
+        class Block(gptplus.Block):
+            mlp = angpt.Block.mlp  # type: ignore[assignment]
+
+    class Twice(GPTPlus):
+        class Block(gptplus.Block):
+            forward = NoLerp.Block.forward  # type: ignore[assignment]
+
+    cfg = ModelConfig(architecture="gpt+/mixed", d_model=16, n_layers=2, n_heads=2, vocab_size=8, context=8)
+    with pytest.raises(UserError, match="do not belong together"):
+        fold(Mixed(cfg))
+    with pytest.raises(UserError, match="norms on both sides"):
+        fold(Twice(cfg))
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:

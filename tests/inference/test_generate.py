@@ -153,7 +153,7 @@ def test_compiled_once_for_all_layers_the_tokens_are_the_same() -> None:
     expected = generate(model, UNEVEN, 30, GREEDY)
     torch._dynamo.reset()
     counters.clear()
-    assert generate(model, UNEVEN, 30, GREEDY, compile=True) == expected
+    assert generate(model, UNEVEN, 30, GREEDY, step="compiled") == expected
     assert counters["stats"]["unique_graphs"] == 1
 
 
