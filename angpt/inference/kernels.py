@@ -151,7 +151,7 @@ def _attend(
     top = score * total + NEVER * (1 - total)
     acc = v.to(tl.float32) * total
     first = split * PER_SPLIT
-    last = tl.minimum(tl.minimum(first + PER_SPLIT, position + 1), shown)
+    last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
     for tile in range(first, last, TILE):
         slots = tile + tl.arange(0, TILE)
         seen = (slots < last) & (slots != slot)
