@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from angpt.data.tokenizers import vocab_size
 from angpt.errors import UserError
 from angpt.inference.graph import Graph, read_graph
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
+from angpt.inference.store import Training
 from angpt.models.decoder import Decoder
 from angpt.system import new_folder
 from angpt.training import checkpoint
@@ -41,7 +43,7 @@ def export(source: Source, folder: Path) -> None:
     with new_folder(folder) as part:
         save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(MODELING), part / MODELING)
-        write_json(part / EXPORT_CONFIG, config_json(source, model, graph, end))
+        write_json(part / EXPORT_CONFIG, config_json(model, graph, end, source.training))
         write_json(part / "generation_config.json", generation_json(end))
         if tokenizer is not None and source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
@@ -53,13 +55,25 @@ def export(source: Source, folder: Path) -> None:
         (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
 
 
+def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model that transformers makes of an export, without writing one."""
+    from angpt.inference.modeling_angpt import AnGPTConfig, AnGPTForCausalLM
+
+    with torch.device(device):
+        found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, read_graph(model), None, Training())))
+    found.load_state_dict(model.state_dict())
+    for p in found.parameters():  # as from_pretrained does for this class
+        p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
+    return found.eval()
+
+
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """With the metadata that transformers asks for."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def config_json(source: Source, model: Decoder, graph: Graph, end: int | None) -> dict[str, Any]:
-    cfg, block, parts = source.cfg, model.blocks[0], dict(model.named_modules())
+def config_json(model: Decoder, graph: Graph, end: int | None, training: Training) -> dict[str, Any]:
+    cfg, block, parts = model.cfg, model.blocks[0], dict(model.named_modules())
     scales = {"alpha": getattr(block, "alpha_a", None), "s_qk": getattr(block, "s_qk", None), "s_z": parts.get("s_z")}
     return {
         "architectures": ["AnGPTForCausalLM"],
@@ -85,7 +99,7 @@ def config_json(source: Source, model: Decoder, graph: Graph, end: int | None) -
         "scales": {name: scale.init / scale.scale for name, scale in scales.items() if scale is not None},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
-        "angpt_training": asdict(source.training),
+        "angpt_training": asdict(training),
     }
 
 
