@@ -1,5 +1,6 @@
 """The commands `angpt fold`, `generate`, `export hf` and `import hf`: call the library and print."""
 
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -133,6 +134,8 @@ def generate_command(
     alone = len(texts) == 1
 
     begun = False
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
 
     def write(row: int, piece: str) -> None:
         nonlocal begun

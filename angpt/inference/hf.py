@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from angpt.config import TrainConfig, read_toml, to_toml
 from angpt.data.shards import TOKENIZER
@@ -20,7 +18,7 @@ from angpt.data.tokenizers import vocab_size
 from angpt.errors import UserError
 from angpt.inference.graph import Graph, read_graph
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
-from angpt.inference.store import Training
+from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.system import new_folder
 from angpt.training import checkpoint
@@ -65,11 +63,6 @@ def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) ->
     for p in found.parameters():  # as from_pretrained does for this class
         p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
     return found.eval()
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """With the metadata that transformers asks for."""
-    save_file({name: t.contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def config_json(model: Decoder, graph: Graph, end: int | None, training: Training) -> dict[str, Any]:

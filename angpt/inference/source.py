@@ -73,7 +73,8 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
         if self.tokenizer_path is None:
-            raise UserError(f"{self.path}: no {TOKENIZER} in it, nor in the data folder that it was trained on")
+            where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
+            raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the one of its data there")
         tokenizer = load_tokenizer(self.tokenizer_path)
         if self.training.tokenizer_fingerprint not in (None, fingerprint(tokenizer)):
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")

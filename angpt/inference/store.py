@@ -3,11 +3,13 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from angpt.config import ModelConfig, from_dict
 from angpt.data.shards import TOKENIZER
@@ -51,14 +53,19 @@ def save(
 ) -> None:
     """Write a new folder, complete or not at all."""
     with new_folder(path) as part:
-        try:
-            save_file({name: t.contiguous().cpu() for name, t in model.state_dict().items()}, part / WEIGHTS)
-        except SafetensorError as error:  # of a full disk, say
-            raise OSError(str(error)) from error
+        save_tensors(model.state_dict(), part / WEIGHTS)
         about = About(FORMAT, model.cfg, model.graph, str(made_from), weights_sha256, training, _sha256(part / WEIGHTS))
         (part / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """With the metadata that transformers asks for. What safetensors raises where a disk is full becomes an OSError."""
+    try:
+        save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def read_about(path: Path) -> About:

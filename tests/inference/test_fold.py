@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -100,6 +101,13 @@ def test_angpt_has_no_more_norms_than_gpt_plus() -> None:
     assert ours.norms <= theirs.norms
     assert ours.norms_at_head <= theirs.norms_at_head
     assert operations(graphs["ngpt"]).norms > ours.norms
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
+    for name, graph in all_graphs().items():
+        o = operations(graph)
+        assert f"| {name} | {o.residual} | {o.norms} | {o.vectors} | {o.tanh} | {o.norms_at_head} |\n" in text
 
 
 def test_the_graph_reads_scaled_factors_off_the_model() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
-from angpt.inference import hf
+from angpt.inference import hf, store
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.sampling import GREEDY
@@ -178,6 +179,16 @@ def test_what_cannot_be_exported_or_imported_is_refused(
     with pytest.raises(UserError, match="mlp is not among the operations"):
         hf.export(open_source(run.path), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        hf.export(open_source(run.path), tmp_path / "hf")
+    assert not [p for p in tmp_path.iterdir() if "hf" in p.name]
 
 
 def test_a_truncated_export_is_explained(root: Path, tmp_path: Path) -> None:

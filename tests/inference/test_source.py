@@ -88,7 +88,7 @@ def test_nothing_is_written_over_and_nothing_half_is_left(
     with pytest.raises(UserError, match="exists"):
         save_folded(run, path)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "save_file", full)
