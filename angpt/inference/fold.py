@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from angpt.inference.folded import Folded
 from angpt.inference.graph import Graph, read_graph
 from angpt.models.decoder import Decoder
-from angpt.models.factors import nu_lerp
+from angpt.models.primitives import nu_lerp
 
 
 @torch.no_grad()

@@ -8,12 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
 from angpt.errors import UserError
-from angpt.models import angpt, decoder, factors, gptplus, ngpt, variants
+from angpt.models import angpt, decoder, gptplus, ngpt, variants
 from angpt.models.decoder import Decoder
-from angpt.models.primitives import PositiveScale, RMSNorm
+from angpt.models.primitives import LerpFactor, PositiveScale, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ def read_graph(model: Decoder) -> Graph:
         facts |= _known(name, block, "update", UPDATE)
         facts["positive_alpha"] = isinstance(block.alpha_a, PositiveScale)
         if "nu_alpha" not in facts:
-            facts |= _nu_of(name, block)
+            facts |= _nu_of(name, block.nu_lerp)
     if facts["input"] == "norm":
         norms = [block.norm_a for block in model.blocks]
         facts["input"] = _input_of(name, norms[0])
@@ -141,16 +139,12 @@ def _known(name: str, owner: Any, method: str, known: Mapping[Callable[..., Any]
     return known[found]
 
 
-def _nu_of(name: str, block: Any) -> Facts:
-    """Whether the factor of the update is ν(α) or a constant, and which multiple of it."""
-    alpha = torch.linspace(-0.5, 1.5, 9, dtype=torch.float64)
-    found = block.nu_lerp(alpha)
-    if not isinstance(found, torch.Tensor):
-        return {"nu_alpha": False, "update_factor": float(found)}
-    ratio = found / factors.nu_lerp(alpha)
-    if not torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-12, atol=0):
-        raise UserError(f"{name}: its factor of the residual update is no multiple of ν(α), so it cannot be exported")
-    return {"nu_alpha": True, "update_factor": round(float(ratio[0]), 12)}
+def _nu_of(name: str, factor: Any) -> Facts:
+    if type(factor) is not LerpFactor:
+        raise UserError(
+            f"{name}: its factor of the residual update is neither ν(α) nor 1; it can be neither folded nor exported"
+        )
+    return {"nu_alpha": factor.of_alpha, "update_factor": factor.times}
 
 
 def _input_of(name: str, norm: Any) -> str:

@@ -1,5 +1,6 @@
 import dataclasses
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,13 +127,13 @@ def test_an_unknown_operation_is_refused_by_its_name() -> None:
 
     class OddNu(AnGPT):
         class Block(angpt.Block):
-            def nu_lerp(self, alpha: Tensor) -> Tensor:
-                return 1 + alpha
+            def residual_factor(self) -> Any:
+                return lambda alpha: 1 + alpha
 
     cfg = ModelConfig(architecture="angpt/odd", d_model=16, n_layers=2, n_heads=2, vocab_size=8, context=8)
     with pytest.raises(UserError, match=r"angpt/odd: .*Odd\.Block\.mlp is not among the operations"):
         fold(Odd(cfg))
-    with pytest.raises(UserError, match=r"no multiple of ν\(α\)"):
+    with pytest.raises(UserError, match=r"neither ν\(α\) nor 1"):
         read_graph(OddNu(cfg))
 
 
