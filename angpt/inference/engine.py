@@ -15,6 +15,7 @@ from torch import Tensor
 from angpt.errors import UserError
 from angpt.inference.folded import Cache, Folded, Layer
 from angpt.inference.sampling import Sampling, pick, uniforms
+from angpt.models.primitives import Context
 
 FEWEST_SLOTS = 128
 """The shortest part of the cache that has a graph of its own."""
@@ -35,8 +36,8 @@ def compiled_layer() -> Any:
     """One layer of a decode step, compiled once for all layers. Products with a single row become plain reductions,
     which the compiler fuses with what stands before and behind them and tunes on the spot."""
 
-    def layer(part: Layer, h: Tensor, place: Any, cache: Cache) -> Tensor:
-        return part.forward(h, place, cache, by_hand=True)
+    def layer(part: Layer, h: Tensor, ctx: Context, cache: Cache, slots: Tensor) -> Tensor:
+        return part.forward(h, ctx, cache, slots, by_hand=True)
 
     return torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
 

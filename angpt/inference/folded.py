@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.inference.graph import Graph
-from angpt.models.primitives import EPS
+from angpt.models.primitives import EPS, Context
 
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
@@ -30,24 +30,6 @@ def rms(x: Tensor, eps: float = EPS) -> Tensor:
 def long_norm(x: Tensor) -> Tensor:
     """√d · norm(x), which is rms(x), for a zero vector and its neighbourhood as well."""
     return rms(x, EPS / x.shape[-1])
-
-
-class Place(NamedTuple):
-    """Where the tokens of a forward pass stand."""
-
-    cos: Tensor
-    """(…, T, r/2): of the rotary angles."""
-    sin: Tensor
-    slots: Tensor | None = None
-    """(B): where the cache takes in the one new token of each row; None for whole sequences."""
-    mask: Tensor | None = None
-    """(B, 1, 1, S): which slots a new token attends to; None for whole sequences, where attention is causal."""
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + r/2) of the first r dimensions of each head."""
-        half = self.cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos, rest.to(self.cos.dtype)), dim=-1)
 
 
 class Cache(NamedTuple):
@@ -80,33 +62,39 @@ class Layer(nn.Module):
         self.keep_m, self.add_m = (None if vector is None else parameter(*vector) for _ in range(2))
         self.slope_a, self.slope_m = (parameter(1) if graph.input == "tanh" else None for _ in range(2))
 
-    def forward(self, h: Tensor, place: Place, cache: Cache | None, by_hand: bool = False) -> Tensor:
-        """The residual stream after this layer. `by_hand` writes attention to the cache as products and a softmax,
-        which compiles to kernels that use the whole GPU for a single row; otherwise it is one fused kernel."""
-        h = self.update(h, self.attention(enter(h, self.graph, self.slope_a), place, cache, by_hand), "a")
+    def forward(
+        self, h: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None = None, by_hand: bool = False
+    ) -> Tensor:
+        """The residual stream after this layer: of whole sequences, or, given the slots (B) of the cache that take them
+        in, of one new token per row.
+
+        `by_hand` writes attention to the cache as products and a softmax, which compiles to kernels that use the whole
+        GPU for a single row; otherwise it is one fused kernel.
+        """
+        h = self.update(h, self.attention(enter(h, self.graph, self.slope_a), ctx, cache, slots, by_hand), "a")
         u, z = F.linear(enter(h, self.graph, self.slope_m).to(self.W_uz.dtype), self.W_uz).chunk(2, dim=-1)
         return self.update(h, F.linear(u * F.silu(z), self.W_d), "m")
 
-    def attention(self, x: Tensor, place: Place, cache: Cache | None, by_hand: bool) -> Tensor:
+    def attention(self, x: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None, by_hand: bool) -> Tensor:
         qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).view(*x.shape[:2], 3, -1, self.d_head)
         qk, v = qkv[:, :, :2].flatten(2, 3).transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
-        qk = place.rotate(qk)  # all heads of q and k at once
+        qk = ctx.rotate(qk)  # all heads of q and k at once
         if self.gain is not None:
             qk = long_norm(qk)
         q, k = qk.chunk(2, dim=1)
         q, k = (q if self.gain is None else q * self.gain).to(v.dtype), k.to(v.dtype)
-        if place.slots is None:
+        if slots is None:
             if cache is not None:
                 cache.keys[:, :, : k.shape[2]] = k
                 cache.values[:, :, : v.shape[2]] = v
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
         else:
             assert cache is not None
-            assert place.mask is not None
+            assert ctx.mask is not None
             rows = torch.arange(k.shape[0], device=k.device)
-            cache.keys[rows, :, place.slots] = k[:, :, 0]
-            cache.values[rows, :, place.slots] = v[:, :, 0]
-            out = (attend_by_hand if by_hand else attend_fused)(q, cache, place.mask)
+            cache.keys[rows, :, slots] = k[:, :, 0]
+            cache.values[rows, :, slots] = v[:, :, 0]
+            out = (attend_by_hand if by_hand else attend_fused)(q, cache, ctx.mask)
         return F.linear(out.transpose(1, 2).flatten(2), self.W_p)
 
     def update(self, h: Tensor, x: Tensor, which: str) -> Tensor:
@@ -186,20 +174,21 @@ class Folded(nn.Module):
         caches. Of a cache of `capacity` slots only those that `caches` shows are looked at."""
         cos, sin = self.angles(positions)
         seen = torch.arange(caches[0].keys.shape[2], device=positions.device) <= positions[:, None]
-        place = Place(cos[:, None, None], sin[:, None, None], positions % capacity, seen[:, None, None])
-        h = self.embed(tokens[:, None])
+        ctx = Context(cos[:, None, None], sin[:, None, None], positions, seen[:, None, None])
+        h, slots = self.embed(tokens[:, None]), positions % capacity
         for part, cache in zip(self.layers, caches, strict=True):
-            h = layer(part, h, place, cache)
+            h = layer(part, h, ctx, cache, slots)
         return self.head(h[:, 0])
 
     def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """The residual stream at the top, (B, T, d_m)."""
         if tokens.shape[1] > self.cfg.context:
             raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
-        place = Place(*self.angles(torch.arange(tokens.shape[1], device=tokens.device)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        ctx = Context(*self.angles(positions), positions, mask=None)
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):
-            h = part(h, place, None if caches is None else caches[i])
+            h = part(h, ctx, None if caches is None else caches[i])
         return h
 
     def embed(self, tokens: Tensor) -> Tensor:
