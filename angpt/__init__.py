@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from angpt.config import SIZES as SIZES
     from angpt.config import ModelConfig as ModelConfig
     from angpt.errors import UserError as UserError
+    from angpt.inference.fold import fold as fold
+    from angpt.inference.generate import generate as generate
+    from angpt.inference.sampling import Sampling as Sampling
     from angpt.models.constraints import Constraint as Constraint
     from angpt.models.constraints import apply_constraints as apply_constraints
     from angpt.models.constraints import constrain as constrain
@@ -28,6 +31,9 @@ _HOME = {
     "SIZES": "config",
     "ModelConfig": "config",
     "UserError": "errors",
+    "fold": "inference.fold",
+    "generate": "inference.generate",
+    "Sampling": "inference.sampling",
     "Constraint": "models.constraints",
     "apply_constraints": "models.constraints",
     "constrain": "models.constraints",

@@ -15,6 +15,7 @@ from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
+from angpt.inference.commands import export_hf, fold_command, generate_command, import_hf
 from angpt.studies.commands import compare_command, report
 from angpt.training.commands import train_command
 from angpt.version import __version__
@@ -27,8 +28,18 @@ bench = SubcommandApp()
 bench.command(name="train")(benches.train)
 bench.command(name="optimizer")(benches.optimizer)
 bench.command(name="data")(benches.data)
+bench.command(name="decode")(benches.decode)
 app.command(name="report")(report)
 app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
+app.command(name="fold")(fold_command)
+app.command(name="generate")(generate_command)
+for verb, command, text in (
+    ("export", export_hf, "A model for other tools: hf, a folder for Hugging Face transformers."),
+    ("import", import_hf, "A model back from other tools: hf, from such a folder."),
+):
+    group = SubcommandApp()
+    group.command(name="hf")(command)
+    app.command(group, name=verb, help=text)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)

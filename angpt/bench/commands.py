@@ -12,6 +12,7 @@ from angpt.errors import UserError
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 Device = Literal["auto", "cuda", "cpu"]
 Precision = Literal["auto", "bf16", "fp32"]
+Step = Literal["auto", "plain", "kernels", "compiled"]
 
 
 def train(
@@ -138,6 +139,68 @@ def data(
         results = bench_data(path, context, sequences, where, rounds)
     console.print(table(results))
     write_json(out, where, [dataclasses.asdict(r) for r in results])
+
+
+def decode(
+    size: str = "32M",
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    batches: tuple[int, ...] = (1, 32),
+    steps: tuple[Step, ...] = ("auto",),
+    prompt: int = 128,
+    tokens: int = 256,
+    rounds: int = 5,
+    transformers: bool = True,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    out: Path | None = None,
+) -> None:
+    """Writing tokens with folded models: time per token, ratio to the first architecture, and the floor that the bytes
+    of weights and cache set; reading the prompt; and transformers' own `generate` on an export.
+
+    All take turns (A B C A B C …). Weights are random, which makes no difference to the time.
+
+    Args:
+        size: Model size.
+        architectures: What to measure; the first is what the others are compared with.
+        batches: Rows that are written at once, one or more numbers.
+        steps: How a step is computed (see `angpt generate --help`), one or more to be compared.
+        prompt: Tokens that are read before.
+        tokens: Tokens that are written.
+        rounds: How many turns each gets.
+        transformers: Also measure transformers, where it is installed.
+        device: Where to run; the GPU if there is one.
+        precision: Of matrices and cache; bf16 on a GPU.
+        out: Also write the results as JSON.
+    """
+    import importlib.util
+
+    from angpt.bench.decode import bench_decode, tables
+    from angpt.bench.measure import positive, write_json
+    from angpt.models.variants import architecture
+    from angpt.training.hardware import bandwidth
+
+    positive(rounds=rounds, prompt=prompt, batches=min(batches, default=0), steps=len(steps))
+    if tokens < 2:
+        raise UserError(f"--tokens {tokens}: at least 2 are needed, since the first comes with the prompt")
+    for name in architectures:
+        architecture(name)
+    where, dtype = _device(device), _dtype(precision, device)
+    reference = transformers and importlib.util.find_spec("transformers") is not None
+    console = Console()
+    console.print(_machine(device), highlight=False)
+    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
+    if transformers and not reference:
+        console.print("transformers is not installed: no reference", highlight=False)
+    results = []
+    for batch in batches:
+        with console.status("") as status:
+            found = bench_decode(
+                size, architectures, batch, steps, prompt, tokens, where, dtype, rounds, reference,
+                lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
+            )  # fmt: skip
+        console.print(*tables(found))
+        results += [dataclasses.asdict(r) for r in found]
+        write_json(out, where, results)
 
 
 def _device(name: Device):  # type: ignore[no-untyped-def]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,12 @@ class Decoder(nn.Module, ABC):
         declared = self.constraints()
         for name, weight in self.matrices().items():
             project_(weight.normal_(generator=generator), Constraint("unit", declared[name].dim))
+
+    def generate(self, prompts: Any, new_tokens: int, **options: Any) -> list[list[int]]:
+        """New tokens behind each prompt, from a folded copy: see `angpt.inference.generate.generate`."""
+        from angpt.inference.generate import generate
+
+        return generate(self, prompts, new_tokens, **options)
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())

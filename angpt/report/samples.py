@@ -10,7 +10,9 @@ from torch import Tensor
 from angpt.data.shards import TOKENIZER, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
-from angpt.inference.generate import generate, load_model
+from angpt.inference.generate import generate
+from angpt.inference.sampling import Sampling
+from angpt.inference.source import open_source
 from angpt.report.records import Study
 from angpt.studies.text import label
 
@@ -62,13 +64,13 @@ def make_samples(study: Study) -> Samples:
     columns, notes = [], []
     for run in runs:
         try:
-            model = load_model(run.path)
+            model = open_source(run.path).folded()
         except UserError:
             notes.append(f"{label(run.result.architecture)} has no good checkpoint yet.")
             continue
-        generator = torch.Generator().manual_seed(SEED)
-        tokens = generate(model, prompts, NEW_TOKENS, temperature=TEMPERATURE, top_k=TOP_K, generator=generator)
-        made = [_until_end(row, data.eot) for row in tokens[:, prompts.shape[1] :].tolist()]
+        how = Sampling(temperature=TEMPERATURE, top_k=TOP_K)
+        tokens = generate(model, prompts, NEW_TOKENS, how, seed=SEED, end=data.eot, sliding=True)
+        made = [_until_end(row, data.eot) for row in tokens]
         columns.append(
             [
                 Continuation(run.result.architecture, tokenizer.decode(row, skip_special_tokens=False), ended)

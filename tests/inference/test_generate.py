@@ -1,109 +1,260 @@
-import dataclasses
-from pathlib import Path
+import shutil
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 
-from angpt.config import ModelConfig, TrainConfig
+from angpt.data.tokenizers import end_of_text, load_tokenizer
 from angpt.errors import UserError
-from angpt.inference.generate import generate, load_model
+from angpt.inference import generate as module
+from angpt.inference.engine import Engine
+from angpt.inference.fold import fold
+from angpt.inference.generate import Writer, generate, generate_text
+from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.decoder import Decoder
-from angpt.models.variants import build
-from angpt.training import checkpoint
-from angpt.training.run import Run
+from angpt.models.variants import ARCHITECTURES, build
+from tests.inference.conftest import byte_model
+from tests.models.conftest import some_tokens, tiny
 
-CONFIG = ModelConfig(architecture="angpt", d_model=16, n_layers=2, n_heads=2, vocab_size=31, context=8)
-
-
-@pytest.fixture
-def model() -> Decoder:
-    return build(CONFIG, seed=3).eval()
-
-
-@pytest.fixture
-def prompt() -> torch.Tensor:
-    return torch.randint(31, (3, 4), generator=torch.Generator().manual_seed(0))
-
-
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+END = 256
+UNEVEN = [[1, 2, 3], [4] * 30, [7], [5, 6] * 9]
 
 
 @torch.no_grad()
-def test_greedy_is_the_likeliest_token_step_by_step_beyond_the_context(model: Decoder, prompt: torch.Tensor) -> None:
-    found = generate(model, prompt, 12, temperature=0)
-    assert found.shape == (3, 16)
-    assert torch.equal(found[:, :4], prompt)
-    for row in found:
-        for end in range(4, 16):
-            seen = row[max(0, end - 8) : end]
-            assert row[end] == model(seen[None])[0, -1].argmax()
+def uncached(model: Decoder, tokens: Tensor, new_tokens: int) -> Tensor:
+    """Greedy decoding as one forward pass of the trained model over everything for each token."""
+    for _ in range(new_tokens):
+        tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_cached_and_uncached_greedy_tokens_are_the_same_for_200_steps(name: str) -> None:
+    model, prompt = tiny(name, context=256).float(), some_tokens(2, 7)
+    found = model.generate(prompt, 200, how=GREEDY)
+    assert found == uncached(model, prompt, 200)[:, 7:].tolist()
+    assert len(set(found[0])) > 1
 
 
 @torch.no_grad()
-def test_only_the_top_k_tokens_are_drawn(model: Decoder, prompt: torch.Tensor) -> None:
-    allowed = model(prompt[:1])[0, -1].topk(3).indices.tolist()
-    rows = prompt[:1].repeat(400, 1)
-    drawn = generate(model, rows, 1, temperature=5.0, top_k=3, generator=seeded(0))[:, -1]
-    assert set(drawn.tolist()) == set(allowed)
-    everything = generate(model, rows, 1, temperature=5.0, top_k=None, generator=seeded(0))[:, -1]
-    assert len(set(everything.tolist())) > 10
-    one = generate(model, prompt, 5, temperature=1.0, top_k=1)
-    assert torch.equal(one, generate(model, prompt, 5, temperature=0))
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_every_greedy_token_is_the_likeliest_in_one_pass_of_the_trained_model(name: str) -> None:
+    model, prompt = tiny(name, context=256).float(), some_tokens(2, 7)
+    whole = torch.cat([prompt, torch.tensor(model.generate(prompt, 200, how=GREEDY))], dim=1)
+    assert torch.equal(model(whole)[:, 6:-1].argmax(dim=-1), whole[:, 7:])
 
 
-def test_a_seed_repeats_a_sample(model: Decoder, prompt: torch.Tensor) -> None:
-    first = generate(model, prompt, 20, generator=seeded(7))
-    assert torch.equal(first, generate(model, prompt, 20, generator=seeded(7)))
-    assert not torch.equal(first, generate(model, prompt, 20, generator=seeded(8)))
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+@pytest.mark.parametrize("how", [GREEDY, Sampling(temperature=1.0, top_k=None), Sampling(repetition_penalty=1.3)])
+def test_prompts_in_a_batch_give_what_they_give_alone(name: str, how: Sampling) -> None:
+    model = fold(tiny(name, context=128).float())
+    together = generate(model, UNEVEN, 40, how, seed=5)
+    for row, prompt in enumerate(UNEVEN):
+        assert generate(model, [prompt], 40, how, seed=5 + row) == [together[row]]
+
+
+def test_a_seed_repeats_a_sample() -> None:
+    model = fold(byte_model())
+    assert generate(model, [[1]], 30, seed=1) == generate(model, [[1]], 30, seed=1)
+    assert generate(model, [[1]], 30, seed=1) != generate(model, [[1]], 30, seed=2)
+
+
+def test_an_engine_that_is_used_again_remembers_nothing() -> None:
+    model, how = fold(byte_model()), Sampling(temperature=1.0, repetition_penalty=2.0)
+    first = generate(model, UNEVEN, 20, how, seed=3)
+    engine = model.engine
+    assert generate(model, [p[::-1] for p in UNEVEN], 20, how, seed=9) != first
+    assert generate(model, UNEVEN, 20, how, seed=3) == first
+    assert model.engine is engine
+
+
+def test_the_penalty_makes_repetition_rarer() -> None:
+    model = fold(byte_model())
+    plain = generate(model, [[1, 2]], 60, GREEDY)[0]
+    varied = generate(model, [[1, 2]], 60, Sampling(temperature=0, repetition_penalty=5.0))[0]
+    assert len(set(varied)) > len(set(plain))
+    assert 1 not in varied[:20]  # of the prompt
 
 
 @torch.no_grad()
-def test_draws_follow_the_softmax_at_the_temperature(model: Decoder, prompt: torch.Tensor) -> None:
-    rows = prompt[:1].repeat(20_000, 1)
-    drawn = generate(model, rows, 1, temperature=0.5, top_k=None, generator=seeded(1))[:, -1]
-    frequency = torch.bincount(drawn, minlength=31) / len(drawn)
-    expected = torch.softmax(model(prompt[:1])[0, -1] / 0.5, dim=-1)
-    torch.testing.assert_close(frequency, expected, atol=0.01, rtol=0)
+def slid(model: Decoder, prompt: list[int], window: int, new_tokens: int) -> list[int]:
+    """Greedy tokens where each position attends to the `window` last ones, by an explicit mask over all positions."""
+    tokens = torch.tensor([prompt[-window:]])
+    for _ in range(new_tokens):
+        h, ctx = model.start(tokens)
+        index = torch.arange(tokens.shape[1])
+        age = index[:, None] - index
+        ctx = ctx._replace(mask=((age >= 0) & (age < window))[None, None])
+        for block in model.blocks:
+            h = block(h, ctx)
+        tokens = torch.cat([tokens, model.head(h)[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    return tokens[0, -new_tokens:].tolist()
+
+
+@pytest.mark.parametrize("length", [3, 20, 50])
+def test_a_sliding_window_sees_the_last_tokens(length: int) -> None:
+    small, large = tiny(context=24).float(), tiny(context=512).float()  # the same weights
+    prompt = some_tokens(1, length, seed=length)[0].tolist()
+    found = generate(small, [prompt], 60, GREEDY, sliding=True)[0]
+    assert found == slid(large, prompt, 24, 60)
+    assert found != generate(large, [prompt], 60, GREEDY)[0]
+
+
+def test_rows_of_a_sliding_batch_are_independent() -> None:
+    model = fold(tiny(context=24).float())
+    prompts = [some_tokens(1, n, seed=n)[0].tolist() for n in (2, 23, 40)]
+    together = generate(model, prompts, 70, GREEDY, sliding=True)
+    assert together == [generate(model, [p], 70, GREEDY, sliding=True)[0] for p in prompts]
+
+
+def test_a_row_ends_with_the_end_token_and_the_others_go_on() -> None:
+    model = fold(byte_model())
+    free = generate(model, UNEVEN, 30, seed=1)
+    end = free[0][11]
+    found = generate(model, UNEVEN, 30, seed=1, end=end)
+    for row, tokens in zip(free, found, strict=True):
+        assert tokens == (row[: row.index(end) + 1] if end in row else row)
+    assert len(found[0]) <= 12
+
+
+def test_looking_seldom_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host looks at the tokens now and then, and what lies behind an end is dropped."""
+    model = fold(byte_model())
+    end = generate(model, UNEVEN, 30, seed=1)[0][11]
+    expected = generate(model, UNEVEN, 30, seed=1, end=end)
+    seldom = Engine(model, len(UNEVEN), 64, 30, Sampling())
+    seldom.start(UNEVEN, 1)
+    steps = seldom.advance
+    monkeypatch.setattr(seldom, "advance", lambda: [steps() for _ in range(min(7, 30 - seldom.made))])
+    assert module.collect(seldom, end, None) == expected
+
+
+@pytest.mark.parametrize("prompt", [100, 127, 128, 129])
+def test_the_part_of_the_cache_that_is_looked_at_grows_with_the_text(prompt: int) -> None:
+    model = tiny(context=512).float()
+    tokens = some_tokens(1, prompt)
+    assert generate(model, tokens, 160, GREEDY) == uncached(model, tokens, 160)[:, prompt:].tolist()
+
+
+def test_slots_that_are_shown() -> None:
+    engine = Engine(fold(tiny(context=512)), 1, 512, 1, GREEDY)
+    shown = {}
+    for engine.longest in (1, 127, 128, 255, 256, 511, 512, 700):
+        shown[engine.longest] = engine.shown()
+    assert shown == {1: 128, 127: 128, 128: 256, 255: 256, 256: 512, 511: 512, 512: 512, 700: 512}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs a C++ compiler")
+@pytest.mark.filterwarnings("default")  # inductor and its dependencies warn about themselves
+def test_compiled_once_for_all_layers_the_tokens_are_the_same() -> None:
+    model = fold(tiny(context=128, n_layers=3).float())
+    expected = generate(model, UNEVEN, 30, GREEDY)
+    torch._dynamo.reset()
+    counters.clear()
+    assert generate(model, UNEVEN, 30, GREEDY, step="compiled") == expected
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [((2, 0), {}, "at least one token"), ((4,), {}, "shape"), ((1, 2), {"temperature": -1.0}, "temperature"),
-     ((1, 2), {"top_k": 0}, "top_k")],
+    ("prompts", "new_tokens", "message"),
+    [
+        ([], 1, "at least one token"), ([[1], []], 1, "at least one token"), ([[1]], 0, "at least one token"),
+        ([[260]], 1, "token 260 .* vocabulary of 260"), ([[-1]], 1, "token -1"), (torch.zeros(3), 1, "shape"),
+        (torch.zeros(1, 3), 1, "float32"), ([[1] * 65], 1, "65 tokens is longer than the model's context of 64"),
+        ([[1] * 60], 6, "at most 5"),
+    ],
 )  # fmt: skip
-def test_impossible_requests_are_explained(
-    model: Decoder, shape: tuple[int, ...], options: dict[str, float], message: str
-) -> None:
+def test_impossible_requests_are_explained(prompts: Sequence[list[int]], new_tokens: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        generate(model, torch.zeros(shape, dtype=torch.long), 1, **options)  # type: ignore[arg-type]
+        generate(fold(byte_model()), prompts, new_tokens)
 
 
-def saved_run(path: Path, model: Decoder, config: ModelConfig = CONFIG) -> Run:
-    run = Run.create(path, TrainConfig(model=config))
-    state = checkpoint.State(5, config.architecture, 0, 1.0, None, "", None, {})
-    checkpoint.save(run.checkpoints, model.state_dict(), {}, state, keep=2)
-    return run
+def test_the_context_can_be_filled_to_the_last_token() -> None:
+    assert len(generate(byte_model(), [[1] * 60], 5)[0]) == 5
+    assert len(generate(byte_model(), [[1] * 64], 1)[0]) == 1
 
 
-def test_the_newest_good_checkpoint_is_loaded(model: Decoder, prompt: torch.Tensor, tmp_path: Path) -> None:
-    run = saved_run(tmp_path / "run", model)
-    other = build(CONFIG, seed=4)
-    state = checkpoint.State(9, "angpt", 0, 1.0, None, "", None, {})
-    damaged = checkpoint.save(run.checkpoints, other.state_dict(), {}, state, keep=2)
-    loaded = load_model(run.path)
-    assert torch.equal(loaded(prompt), other(prompt))
-    assert not loaded.training
-    (damaged / checkpoint.MODEL).write_bytes(b"cut off")
-    with pytest.warns(UserWarning, match="damaged"):
-        loaded = load_model(run.path)
-    assert torch.equal(loaded(prompt), model(prompt))
+def writes(monkeypatch: pytest.MonkeyPatch, *texts: bytes) -> None:
+    """A model that writes these bytes, one row each."""
+
+    def fake(
+        model: object, rows: list[list[int]], new_tokens: int, *_: object, watch: module.Watch | None, **__: object
+    ) -> list[list[int]]:
+        found = []
+        for row, text in enumerate(texts):
+            made: list[int] = []
+            for byte in [*text[:new_tokens]]:
+                made.append(END if byte == 0 else byte)
+                if (watch is not None and watch(row, made[-1:])) or byte == 0:
+                    break
+            found.append(made)
+        return found
+
+    monkeypatch.setattr(module, "generate", fake)
 
 
-def test_a_run_without_a_fitting_checkpoint_is_explained(model: Decoder, tmp_path: Path) -> None:
-    run = Run.create(tmp_path / "empty", TrainConfig(model=CONFIG))
-    with pytest.raises(UserError, match="no good checkpoint"):
-        load_model(run.path)
-    saved_run(tmp_path / "other", model, dataclasses.replace(CONFIG, d_model=32))
-    with pytest.raises(UserError, match="does not fit"):
-        load_model(tmp_path / "other")
+BYTES = load_tokenizer("bytes")
+
+
+def test_text_stops_at_the_first_stop_string(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes(monkeypatch, b"one two three", b"nothing of it", b"t\0")
+    pieces: dict[int, list[str]] = {0: [], 1: [], 2: []}
+    found = generate_text(
+        None, BYTES, ["a", "b", "c"], 100, end=END, stop=("three", "two"),  # type: ignore[arg-type]
+        emit=lambda row, piece: pieces[row].append(piece),
+    )  # fmt: skip
+    assert [(t.text, t.reason) for t in found] == [("one ", "stop"), ("nothing of it", "length"), ("t", "end")]
+    assert ["".join(pieces[row]) for row in range(3)] == ["one ", "nothing of it", "t"]
+    assert pieces[1][0] == "n"  # as it comes
+    assert "t" not in pieces[0]  # held back: it may begin a stop string
+    assert [t.text for t in generate_text(None, BYTES, ["a", "b", "c"], 7, end=END)] == [  # type: ignore[arg-type]
+        "one two", "nothing", "t"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text", ["äöü €", "日本語", "a\ud83d\ude42b".encode("utf-16", "surrogatepass").decode("utf-16")]
+)
+def test_characters_of_several_tokens_come_whole(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    writes(monkeypatch, text.encode())
+    pieces: list[str] = []
+    found = generate_text(None, BYTES, ["x"], 100, end=END, emit=lambda _, piece: pieces.append(piece))  # type: ignore[arg-type]
+    assert "".join(pieces) == found[0].text == text
+    assert pieces == list(text)
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    writer = Writer(BYTES, (), END)
+    made = "".join(writer.add([0xE2]) for _ in range(20)) + writer.add([ord("a")]) + writer.finish()
+    assert made == "\ufffd" * 20 + "a"
+
+
+def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    writer = Writer(words, (), None)
+    assert [writer.add([t]) for t in (0, 1, 2, 0)] == ["the", " cat", "s", " the"]
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:
+    model, tokenizer = byte_model(), load_tokenizer("bytes")
+    end = end_of_text(tokenizer)
+    found = generate_text(model, tokenizer, [""], 9, GREEDY, end=end)[0]
+    tokens = generate(model, [[end]], 9, GREEDY, end=end)[0]
+    assert found.tokens == len(tokens)
+    assert found.text == tokenizer.decode([t for t in tokens if t != end])
+    with pytest.raises(UserError, match="empty prompt"):
+        generate_text(model, tokenizer, [""], 9)
+    with pytest.raises(UserError, match="stop string"):
+        generate_text(model, tokenizer, ["a"], 9, end=end, stop=("",))
+
+
+def test_the_weights_of_a_model_are_used_at_the_time_of_the_call() -> None:
+    model = build(byte_model().cfg, seed=0)
+    first = model.generate([[1]], 20, how=GREEDY)
+    model.init_weights(torch.Generator().manual_seed(5))
+    assert model.generate([[1]], 20, how=GREEDY) != first

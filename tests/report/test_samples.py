@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,13 +45,11 @@ def test_prompts_are_the_beginnings_of_the_first_long_documents(data: Path) -> N
 def test_a_sample_stops_where_the_model_ends_the_document(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
     eot = TokenData.open(data, "val").eot
 
-    def generate(model: object, prompts: torch.Tensor, new_tokens: int, **_: object) -> torch.Tensor:
-        added = torch.full((len(prompts), new_tokens), ord("x"))
-        added[0, 4] = eot
-        return torch.cat([prompts, added], dim=1)
+    def generate(model: object, prompts: torch.Tensor, new_tokens: int, *_: object, **__: object) -> list[list[int]]:
+        return [[ord("x")] * 4 + [eot]] + [[ord("x")] * new_tokens for _ in prompts[1:]]
 
     monkeypatch.setattr(samples, "generate", generate)
-    monkeypatch.setattr(samples, "load_model", lambda path: None)
+    monkeypatch.setattr(samples, "open_source", lambda path: SimpleNamespace(folded=lambda: None))
     runs = [RunResult("run", "angpt", 0, 1000, "finished", 1.0, 0.01, 2.0, 1.0)]
     config = TrainConfig(data=DataConfig(path=str(data)))
     run = RunRecords(Path("run"), runs[0], config, None, (), ())

@@ -1,0 +1,225 @@
+"""`angpt bench decode`: writing and reading tokens with folded models, in turns, against the bytes that must be read
+and against transformers' own `generate` on the same weights."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.config import ModelConfig
+from angpt.errors import UserError
+from angpt.inference.engine import Engine, Step
+from angpt.inference.fold import fold
+from angpt.inference.folded import Folded
+from angpt.inference.sampling import GREEDY
+from angpt.models.decoder import Decoder
+from angpt.models.variants import build
+from angpt.training.hardware import bandwidth, synchronize
+
+REFERENCE_TOKENS = 33
+"""New tokens of transformers per turn, less one that comes with reading the prompt."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One architecture at one batch size, with one kind of step."""
+
+    architecture: str
+    size: str
+    batch: int
+    step: Step
+    prompt: int
+    new_tokens: int
+    token_ms: Interval
+    """Time of a decode step, which gives one token to each row."""
+    tokens_per_s: float
+    """Of all rows together."""
+    speed: Interval
+    """Over that of the first architecture with the same kind of step."""
+    floor_ms: float
+    """Bytes of weights and cache that a step must read, over the measured bandwidth of a copy."""
+    prefill_ms: Interval
+    prefill_tokens_per_s: float
+    first_token_s: float
+    """From an engine that does not exist to its second token: captures, and compiles where it has to."""
+    transformers_ms: Interval | None
+    """Time of a step of transformers' `generate`, greedy, with its own cache."""
+    over_transformers: Interval | None
+    """How many times faster a step is than that."""
+
+
+class Subject:
+    """A folded model that has read its prompts, and decodes the same tokens again in every turn."""
+
+    def __init__(self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int) -> None:
+        self.model, self.new_tokens = model, new_tokens
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).to(model.device)
+        self.lengths = torch.full((batch,), prompt, device=model.device)
+        synchronize(model.device)
+        start = time.perf_counter()
+        self.engine = Engine(model, batch, -(-(prompt + new_tokens) // 64) * 64, new_tokens, GREEDY, step)
+        self.engine.start(self.prompts.tolist(), seed=0)
+        kept = (self.engine.tokens, self.engine.positions, self.engine.count)
+        self.begun = [(tensor, tensor.clone()) for tensor in kept]
+        self.engine.advance()
+        synchronize(model.device)
+        self.first_token_s = time.perf_counter() - start
+
+    def decode(self) -> None:
+        """From the first new token to the last."""
+        for tensor, value in self.begun:
+            tensor.copy_(value)
+        self.engine.made, self.engine.longest = 1, self.prompts.shape[1]
+        for _ in range(self.new_tokens - 1):
+            self.engine.advance()
+
+    @torch.no_grad()
+    def prefill(self) -> None:
+        self.model.prefill(self.prompts, self.lengths, self.engine.caches)
+
+
+class Reference:
+    """transformers' `generate` on what an export of the same model holds."""
+
+    def __init__(self, model: Decoder, batch: int, prompt: int, device: torch.device, dtype: torch.dtype) -> None:
+        from angpt.inference.hf import as_transformers
+
+        self.model = as_transformers(model, device, dtype)
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).to(device)
+
+    def generate(self, new_tokens: int) -> None:
+        self.model.generate(
+            self.prompts, attention_mask=torch.ones_like(self.prompts), do_sample=False, min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+
+
+def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
+    """What a step must read, on average over the new tokens: every weight but the embedding, of which a row for each
+    token, and the keys and values of the tokens before."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights -= (model.W_e.shape[0] - batch) * model.cfg.d_model * model.W_e.element_size()
+    length = prompt + new_tokens / 2
+    cache = 2 * model.cfg.n_layers * batch * length * model.cfg.d_model * model.W_h.element_size()
+    return weights + cache
+
+
+def bench_decode(
+    size: str,
+    architectures: Sequence[str],
+    batch: int,
+    steps: Sequence[Step],
+    prompt: int,
+    new_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    rounds: int,
+    reference: bool,
+    progress: Callable[[str], None],
+) -> list[Result]:
+    """All architectures at one batch size; the first of them is what the others are compared with."""
+    config = ModelConfig.size(size)
+    if prompt + new_tokens > config.context:
+        raise UserError(
+            f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {config.context:,}"
+        )
+    subjects: dict[tuple[str, Step], Subject] = {}
+    references: dict[str, Reference] = {}
+    for name in architectures:
+        progress(f"{name}: building and folding")
+        model = build(ModelConfig.size(size, architecture=name))
+        folded = fold(model).prepare(device, dtype)
+        if reference:
+            references[name] = Reference(model, batch, prompt, device, dtype)
+        for step in steps:
+            progress(f"{name}: first tokens, {step}")
+            subjects[name, step] = Subject(folded, batch, step, prompt, new_tokens)
+    turns: dict[Any, Callable[[], None]] = {}
+    for key, subject in subjects.items():
+        turns["decode", *key] = subject.decode
+        if key[1] == steps[0]:
+            turns["prefill", key[0]] = subject.prefill
+    for name, theirs in references.items():
+        turns["long", name] = lambda theirs=theirs: theirs.generate(REFERENCE_TOKENS)  # type: ignore[misc]
+        turns["short", name] = lambda theirs=theirs: theirs.generate(1)  # type: ignore[misc]
+    progress("warming up")
+    in_turns(turns, device, rounds=1)
+    progress(f"{rounds} rounds")
+    seconds: dict[Any, list[float]] = in_turns(turns, device, rounds)
+    rate = bandwidth(device)
+    results = []
+    for (name, step), subject in subjects.items():
+        token = [s / (new_tokens - 1) for s in seconds["decode", name, step]]
+        base = [s / (new_tokens - 1) for s in seconds["decode", architectures[0], step]]
+        theirs_s = None
+        if reference:
+            pairs = zip(seconds["long", name], seconds["short", name], strict=True)
+            theirs_s = [(long - short) / (REFERENCE_TOKENS - 1) for long, short in pairs]
+        prefill = median(seconds["prefill", name])
+        results.append(
+            Result(
+                architecture=name,
+                size=size,
+                batch=batch,
+                step=step,
+                prompt=prompt,
+                new_tokens=new_tokens,
+                token_ms=median(token).times(1e3),
+                tokens_per_s=batch / median(token).value,
+                speed=ratio(base, token),
+                floor_ms=1e3 * floor_bytes(subject.model, batch, prompt, new_tokens) / rate,
+                prefill_ms=prefill.times(1e3),
+                prefill_tokens_per_s=batch * prompt / prefill.value,
+                first_token_s=subject.first_token_s,
+                transformers_ms=None if theirs_s is None else median(theirs_s).times(1e3),
+                over_transformers=None if theirs_s is None else ratio(theirs_s, token),
+            )
+        )
+    return results
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    first = results[0]
+    several = len({r.step for r in results}) > 1
+    rows = "1 row" if first.batch == 1 else f"{first.batch} rows"
+    title = f"{first.size}, {rows}, {first.new_tokens} tokens behind {first.prompt}"
+    writing = _table(title, ("ms/token", "quartiles", "tokens/s", f"÷ {first.architecture}", "95 %", "÷ floor"))
+    title = "Floor, reading the prompt, time to the second token, transformers"
+    around = _table(title, ("floor ms", "prefill ms", "tokens/s", "first s", "theirs ms", "speed-up"))
+    for r in results:
+        name = f"{r.architecture} {r.step}" if several else r.architecture
+        writing.add_row(
+            name,
+            f"{r.token_ms.value:.3f}",
+            f"{r.token_ms.low:.3f}–{r.token_ms.high:.3f}",
+            f"{r.tokens_per_s:,.0f}",
+            f"{r.speed.value:.3f}",
+            f"{r.speed.low:.3f}–{r.speed.high:.3f}" if r.architecture != first.architecture else "",
+            f"{r.token_ms.value / r.floor_ms:.2f}",
+        )
+        theirs, faster = r.transformers_ms, r.over_transformers
+        around.add_row(
+            name,
+            f"{r.floor_ms:.3f}",
+            f"{r.prefill_ms.value:.2f}",
+            f"{r.prefill_tokens_per_s:,.0f}",
+            f"{r.first_token_s:.1f}",
+            "" if theirs is None else f"{theirs.value:.2f}",
+            "" if faster is None else f"{faster.value:.1f}× {faster.low:.1f}–{faster.high:.1f}",
+        )
+    return [writing, around]
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    out.add_column("", no_wrap=True)
+    for heading in headings:
+        out.add_column(heading, justify="right", no_wrap=True)
+    return out

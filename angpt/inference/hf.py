@@ -1,0 +1,206 @@
+"""Models for Hugging Face transformers, and back: a folder that loads with no angpt installed, byte for byte the model.
+
+The folder holds the weights as they were trained, so that they can come back, and modeling_angpt.py, which computes all
+architectures from them. Writing it needs no transformers.
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from angpt.config import TrainConfig, read_toml, to_toml
+from angpt.data.shards import TOKENIZER
+from angpt.data.tokenizers import vocab_size
+from angpt.errors import UserError
+from angpt.inference.graph import Graph, read_graph
+from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
+from angpt.inference.store import Training, save_tensors
+from angpt.models.decoder import Decoder
+from angpt.system import new_folder
+from angpt.training import checkpoint
+from angpt.training.run import Run
+from angpt.version import __version__
+
+MODELING = "modeling_angpt.py"
+RUN_CONFIG = "run.toml"
+"""The configuration of the run, which transformers does not look at."""
+
+
+def export(source: Source, folder: Path) -> None:
+    """Write a trained model as a folder that transformers loads with `trust_remote_code=True`."""
+    model = source.decoder()
+    graph = read_graph(model)
+    tokenizer = source.tokenizer() if source.tokenizer_path is not None else None
+    end = None if tokenizer is None else end_token(tokenizer)
+    if tokenizer is not None and vocab_size(tokenizer) > source.cfg.vocab_size:
+        raise UserError(f"{source.tokenizer_path}: has more tokens than the model's vocabulary")
+    with new_folder(folder) as part:
+        save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
+        shutil.copyfile(Path(__file__).with_name(MODELING), part / MODELING)
+        write_json(part / EXPORT_CONFIG, config_json(model, graph, end, source.training))
+        write_json(part / "generation_config.json", generation_json(end))
+        if tokenizer is not None and source.tokenizer_path is not None:
+            shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
+            name = None if end is None else tokenizer.id_to_token(end)
+            write_json(part / "tokenizer_config.json", tokenizer_json(source, name))
+        run_config = run_configuration(source)
+        if run_config is not None:
+            (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
+        (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
+
+
+def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model that transformers makes of an export, without writing one."""
+    from angpt.inference.modeling_angpt import AnGPTConfig, AnGPTForCausalLM
+
+    with torch.device(device):
+        found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, read_graph(model), None, Training())))
+    found.load_state_dict(model.state_dict())
+    for p in found.parameters():  # as from_pretrained does for this class
+        p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
+    return found.eval()
+
+
+def config_json(model: Decoder, graph: Graph, end: int | None, training: Training) -> dict[str, Any]:
+    cfg, block, parts = model.cfg, model.blocks[0], dict(model.named_modules())
+    scales = {"alpha": getattr(block, "alpha_a", None), "s_qk": getattr(block, "s_qk", None), "s_z": parts.get("s_z")}
+    return {
+        "architectures": ["AnGPTForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "modeling_angpt.AnGPTConfig",
+            "AutoModelForCausalLM": "modeling_angpt.AnGPTForCausalLM",
+        },
+        "model_type": "angpt",
+        "dtype": "float32",
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.d_model,
+        "num_hidden_layers": cfg.n_layers,
+        "num_attention_heads": cfg.n_heads,
+        "intermediate_size": cfg.d_mlp,
+        "max_position_embeddings": cfg.context,
+        "rotary_dim": cfg.rotary_dim,
+        "rotary_base": cfg.rotary_base,
+        "tie_word_embeddings": False,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "graph": asdict(graph),
+        "scales": {name: scale.init / scale.scale for name, scale in scales.items() if scale is not None},
+        "angpt_version": __version__,
+        "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
+        "angpt_training": asdict(training),
+    }
+
+
+def generation_json(end: int | None) -> dict[str, Any]:
+    """What `generate` does unless told otherwise: what `angpt generate` does."""
+    found = {"do_sample": True, "temperature": 0.8, "top_k": 50}
+    return found | ({} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
+
+
+def tokenizer_json(source: Source, end: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": source.cfg.context,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
+    return found | ({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end})
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def run_configuration(source: Source) -> TrainConfig | None:
+    """Of the run that the model comes from, where it is known."""
+    if source.kind == "run":
+        return Run.open(source.path).config()
+    path = source.path / RUN_CONFIG
+    return read_toml(TrainConfig, path) if path.exists() else None
+
+
+def model_card(source: Source, model: Decoder, config: TrainConfig | None) -> str:
+    """README.md of an export: what the model is, how it was trained, how it is used."""
+    cfg, training = source.cfg, source.training
+    summary = Run.open(source.path).summary() if source.kind == "run" else None
+    rows: list[tuple[str, str]] = [
+        ("architecture", cfg.architecture),
+        ("parameters", f"{model.parameter_count():,}"),
+        ("width, layers, heads, MLP", f"{cfg.d_model}, {cfg.n_layers}, {cfg.n_heads}, {cfg.d_mlp}"),
+        ("context", f"{cfg.context:,}"),
+        ("vocabulary", f"{cfg.vocab_size:,}"),
+    ]
+    if training.step is not None:
+        tokens = "" if training.tokens is None else f" ({training.tokens:,} tokens)"
+        rows.append(("trained for", f"{training.step:,} steps{tokens}"))
+    if training.val_loss is not None:
+        rows.append(("validation loss", f"{training.val_loss:.4f}"))
+    if config is not None:
+        rows += [("data", config.data.path), ("seed", str(config.seed))]
+        rows += [("peak learning rate", f"{config.optimizer.lr:g}")] if config.optimizer.lr else []
+    if summary is not None:
+        rows += [("status", summary.status), ("training time", f"{summary.seconds:,.0f} s")]
+        rows += [(key, value) for key, value in summary.environment.items() if key in ("cpu", "gpu", "torch", "commit")]
+    rows.append(("SHA-256 of the weights", f"`{source.sha256()}`"))
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    return CARD.format(name=source.path.resolve().name, version=__version__, table=table)
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [angpt]
+---
+
+# {name}
+
+A language model trained and exported with angpt {version}
+("Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025, is the paper behind it).
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this one
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
+```
+
+`modeling_angpt.py` is the whole model. `angpt import hf` brings the folder back to a run.
+"""
+
+
+def import_run(source: Source, folder: Path) -> None:
+    """A run folder with the model of an export: the same weights, byte for byte, without the state of an optimizer."""
+    if source.kind != "export":
+        raise UserError(f"{source.path}: is no export but a {source.kind}")
+    model = source.decoder()
+    config = run_configuration(source) or TrainConfig(model=source.cfg)
+    if config.model != source.cfg:
+        raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} are about different models")
+    training = source.training
+    state = checkpoint.State(
+        step=training.step or 0,
+        architecture=source.cfg.architecture,
+        metrics_bytes=0,
+        seconds=0.0,
+        val_loss=training.val_loss,
+        data_fingerprint="",
+        tokenizer_fingerprint=training.tokenizer_fingerprint,
+        sha256={},
+    )
+    with new_folder(folder) as part:
+        (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if source.tokenizer_path is not None:
+            shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
+        checkpoint.save(part / "checkpoints", model.state_dict(), {}, state, keep=1)

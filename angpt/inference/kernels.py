@@ -1,0 +1,298 @@
+"""A decode step of a few rows on a GPU: five kernels per layer, each of them bound by reading its matrix.
+
+At one row the products are reductions, and what stands between them (norms, residual update, rotation, softmax) is so
+small that every program can compute it again for itself, rather than wait for a kernel of its own to write it down.
+
+| kernel | reads | computes |
+|---|---|---|
+| `_read` | W_qkv | the residual update of the layer before, the input norm, q, k, v |
+| `_attend` | keys, values | rotation and norm of q and k, the new slot of the cache, attention to a part of the slots |
+| `_project` | W_p | the parts of attention put together, the output map |
+| `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
+| `_down` | W_d | the MLP's output |
+
+`Folded.decode` with plain operations is the same function, and what the tests compare with.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from angpt.inference.folded import Cache, Folded, Layer
+from angpt.models.primitives import EPS
+
+READ_ROWS, DOWN_ROWS = 8, 4
+"""Rows of a matrix per program: few, so that there are programs enough for the whole device."""
+COLUMNS = 1024
+"""Columns of W_d in registers at once."""
+TILE = 64
+"""Slots of the cache in registers at once."""
+MOST_SPLITS = 16
+"""Into how many parts the slots of a head are divided at most."""
+NEVER = -1e30
+"""A score below all others, with which differences are still numbers."""
+
+
+@triton.jit
+def _seen(
+    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
+    UPDATE: tl.constexpr, WRITE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """What a block sees of the stream, after the residual update that is still due, which the first program writes."""
+    cols = tl.arange(0, D)
+    inside = cols < d
+    h = tl.load(h_ptr + row * d + cols, inside, 0.0)
+    if UPDATE:
+        x = tl.load(x_ptr + row * d + cols, inside, 0.0)
+        if OUTPUT_NORM:
+            x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / d)
+        if LERP:  # noqa: SIM108
+            h = tl.load(keep_ptr + cols, inside, 0.0) * h + tl.load(add_ptr + cols, inside, 0.0) * x
+        else:
+            h = h + x
+        if UPDATE_NORM:
+            h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
+        if WRITE:  # noqa: SIM102
+            if tl.program_id(0) == 0:
+                tl.store(out_ptr + row * d + cols, h, inside)
+    if INPUT_NORM:
+        h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
+    return h
+
+
+@triton.jit
+def _read(
+    w_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
+    UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr,
+    INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """y = W · what a block sees; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
+    row = tl.program_id(1)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    at = rows.to(tl.int64)[:, None] * d + cols[None, :]
+    inside = (rows < n)[:, None] & (cols < d)[None, :]
+    w = tl.load(w_ptr + at, inside, 0.0)  # under way while the stream is put together
+    if SWIGLU:
+        w_z = tl.load(w_ptr + n.to(tl.int64) * d + at, inside, 0.0)
+    h = _seen(
+        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
+        UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D,
+    )  # fmt: skip
+    y = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
+    if SWIGLU:
+        z = tl.sum(w_z.to(tl.float32) * h[None, :], axis=1)
+        y = y * z * tl.sigmoid(z)
+    tl.store(y_ptr + row * n + rows, y, rows < n)
+
+
+@triton.jit
+def _finish(
+    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, d,
+    LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """What the head sees."""
+    row, cols = tl.program_id(1), tl.arange(0, D)
+    h = _seen(
+        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
+        True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D,
+    )  # fmt: skip
+    tl.store(out_ptr + row * d + cols, h, cols < d)
+
+
+@triton.jit
+def _turned(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr):
+    """A head of q or k, rotated and normed."""
+    x = tl.load(ptr + dims) * cos + tl.load(ptr + partner) * sin
+    if QK_NORM:
+        x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / D_HEAD)
+    return x
+
+
+@triton.jit
+def _attend(
+    qkv_ptr, cos_ptr, sin_ptr, gain_ptr, positions_ptr, k_ptr, v_ptr, acc_ptr, top_ptr, sum_ptr,
+    heads, capacity, shown, stride_row, stride_head,
+    PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr,
+    D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr,
+):  # fmt: skip
+    """Attention of one head of one row to a part of the slots. The new token is not read from the cache, which another
+    program may be writing it to: the first part takes it from registers, and all of them skip its slot."""
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits, d = tl.num_programs(1), heads * D_HEAD
+    dims = tl.arange(0, D_HEAD)
+    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    angle, rotated = row * HALF + tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
+    cos = tl.load(cos_ptr + angle, rotated, 1.0)
+    sin = tl.load(sin_ptr + angle, rotated, 0.0) * tl.where(dims < HALF, -1.0, 1.0)
+    start = qkv_ptr + row * 3 * d + head * D_HEAD
+    q = _turned(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
+    k = _turned(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
+    v = tl.load(start + 2 * d + dims).to(v_ptr.dtype.element_ty)
+    if GAINS == 1:
+        q = q * tl.load(gain_ptr)
+    elif GAINS > 1:
+        q = q * tl.load(gain_ptr + head * D_HEAD + dims)
+
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    slot = position % capacity
+    cache = row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
+    if split == 0:
+        tl.store(k_ptr + cache + slot * D_HEAD + dims, k)
+        tl.store(v_ptr + cache + slot * D_HEAD + dims, v)
+    score = tl.sum(q * k.to(tl.float32), axis=0)
+    total = (split == 0).to(tl.float32)
+    top = score * total + NEVER * (1 - total)
+    acc = v.to(tl.float32) * total
+    first = split * PER_SPLIT
+    last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
+    for tile in range(first, last, TILE):
+        slots = tile + tl.arange(0, TILE)
+        seen = (slots < last) & (slots != slot)
+        at = cache + slots[:, None] * D_HEAD + dims[None, :]
+        keys = tl.load(k_ptr + at, seen[:, None], 0.0).to(tl.float32)
+        values = tl.load(v_ptr + at, seen[:, None], 0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(keys * q[None, :], axis=1), NEVER)
+        higher = tl.maximum(top, tl.max(scores, axis=0))
+        weights = tl.where(seen, tl.exp(scores - higher), 0.0)
+        shrink = tl.exp(top - higher)
+        acc = acc * shrink + tl.sum(values * weights[:, None], axis=0)
+        total = total * shrink + tl.sum(weights, axis=0)
+        top = higher
+    part = row * splits + split
+    tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
+    tl.store(top_ptr + part * heads + head, top)
+    tl.store(sum_ptr + part * heads + head, total)
+
+
+@triton.jit
+def _project(
+    w_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
+    D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """x = W · attention, its parts weighted by the exponentials that each of them has summed."""
+    row = tl.program_id(1)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    inside = (rows < n)[:, None] & (cols < d)[None, :]
+    w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
+    known, part, head = cols < d, row * SPLITS, cols // D_HEAD
+    top = tl.load(top_ptr + part * heads + head, known, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tl.load(top_ptr + (part + split) * heads + head, known, 0.0))
+    out, total = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+    for split in tl.static_range(0, SPLITS):
+        weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
+        out += weight * tl.load(acc_ptr + (part + split) * d + cols, known, 0.0)
+        total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
+    out = out / total
+    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * out[None, :], axis=1), rows < n)
+
+
+@triton.jit
+def _down(w_ptr, y_ptr, x_ptr, n, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """x = W · y."""
+    row = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in tl.static_range(0, WIDTH, COLUMNS):
+        cols = first + tl.arange(0, COLUMNS)
+        inside = (rows < n)[:, None] & (cols < WIDTH)[None, :]
+        w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :], inside, 0.0)
+        y = tl.load(y_ptr + row * WIDTH + cols, cols < WIDTH, 0.0)
+        acc += w.to(tl.float32) * y[None, :]
+    tl.store(x_ptr + row * n + rows, tl.sum(acc, axis=1), rows < n)
+
+
+def supports(model: Folded) -> bool:
+    """Whether the kernels know the model's operations and dimensions."""
+    return (
+        model.graph.input != "tanh"
+        and model.cfg.d_head in (16, 32, 64, 128, 256)
+        and model.dtype in (torch.bfloat16, torch.float16)
+    )
+
+
+class Steps:
+    """The kernels of one model, called layer by layer."""
+
+    def __init__(self, model: Folded) -> None:
+        cfg, graph = model.cfg, model.graph
+        self.d, self.d_mlp, self.heads = cfg.d_model, cfg.d_mlp, cfg.n_heads
+        self.padded = triton.next_power_of_2(cfg.d_model)
+        self.update = {"LERP": graph.lerp, "OUTPUT_NORM": graph.output_norm, "UPDATE_NORM": graph.update_norm}
+        self.seen = self.update | {"INPUT_NORM": graph.input == "rms", "EPS": EPS, "D": self.padded}
+        self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
+        self.qk_norm = graph.qk != "plain"
+        self.warps = 4 if self.padded <= 1024 else 8
+
+    def read(self, weight: Tensor, h: Tensor, due: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
+        """The product with a matrix that reads the stream, and the stream, after the update that is due."""
+        n = weight.shape[0] // 2 if swiglu else weight.shape[0]
+        y = torch.empty(len(h), n, device=h.device)
+        x, keep, add = (h, h, h) if due is None else due
+        out = h if due is None else torch.empty_like(h)
+        _read[triton.cdiv(n, READ_ROWS), len(h)](
+            weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
+            UPDATE=due is not None, SWIGLU=swiglu, ROWS=READ_ROWS, **self.seen, num_warps=self.warps,
+        )  # fmt: skip
+        return y, out
+
+    def attend(self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int) -> Any:
+        """The parts of attention, with what they are weighted by."""
+        batch, shown = len(qkv), cache.keys.shape[2]
+        splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE)))
+        acc = torch.empty(batch, splits, self.d, device=qkv.device)
+        top, total = (torch.empty(batch, splits, self.heads, device=qkv.device) for _ in range(2))
+        gain = qkv if layer.gain is None else layer.gain
+        _attend[self.heads, splits, batch](
+            qkv, *angles, gain, positions, cache.keys, cache.values, acc, top, total, self.heads, capacity, shown,
+            cache.keys.stride(0), cache.keys.stride(1), PER_SPLIT=triton.cdiv(shown, splits), QK_NORM=self.qk_norm,
+            GAINS=0 if layer.gain is None else layer.gain.numel(), TILE=TILE, NEVER=NEVER, **self.head,
+        )  # fmt: skip
+        return acc, top, total
+
+    def project(self, weight: Tensor, parts: Any) -> Tensor:
+        batch, splits, _ = parts[0].shape
+        x = torch.empty(batch, self.d, device=weight.device)
+        _project[triton.cdiv(self.d, READ_ROWS), batch](
+            weight, *parts, x, self.d, self.d, self.heads,
+            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS, D=self.padded, num_warps=self.warps,
+        )  # fmt: skip
+        return x
+
+    def down(self, weight: Tensor, y: Tensor) -> Tensor:
+        x = torch.empty(len(y), self.d, device=y.device)
+        grid = triton.cdiv(self.d, DOWN_ROWS), len(y)
+        _down[grid](weight, y, x, self.d, WIDTH=self.d_mlp, COLUMNS=COLUMNS, ROWS=DOWN_ROWS)
+        return x
+
+    def finish(self, h: Tensor, due: Any) -> Tensor:
+        """What the head sees."""
+        x, keep, add = due
+        out = torch.empty_like(h)
+        vectors = h if keep is None else keep, h if add is None else add
+        _finish[1, len(h)](h, x, *vectors, out, self.d, **self.seen)
+        return out
+
+
+def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
+    """`Folded.decode` by the kernels."""
+    steps = Steps(model)
+    with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
+        angles = model.angles(positions)
+        h, due = model.embed(tokens), None
+        for layer, cache in zip(model.layers, caches, strict=True):
+            assert isinstance(layer, Layer)
+            qkv, h = steps.read(layer.W_qkv, h, due, swiglu=False)
+            parts = steps.attend(qkv, layer, cache, angles, positions, capacity)
+            due_a = steps.project(layer.W_p, parts), layer.keep_a, layer.add_a
+            y, h = steps.read(layer.W_uz, h, due_a, swiglu=True)
+            due = steps.down(layer.W_d, y), layer.keep_m, layer.add_m
+        seen = steps.finish(h, due)
+        return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)

@@ -1,0 +1,282 @@
+"""GPT+, nGPT, anGPT and their variants for transformers, in one file that needs nothing else.
+
+It holds the parameters as they were trained, byte by byte; what the architectures differ in is the `graph` of
+config.json. Constant factors and learned scales multiply activations here, which is the same map as in training.
+Vectors and the residual stream stay in fp32 where the matrices are bf16.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+
+EPS = 1e-20
+
+
+class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Dimensions under the names that transformers knows, and the graph of the architecture."""
+
+    model_type = "angpt"
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size: int = 50_304,
+        hidden_size: int = 256,
+        num_hidden_layers: int = 6,
+        num_attention_heads: int = 4,
+        intermediate_size: int = 1024,
+        max_position_embeddings: int = 2048,
+        rotary_dim: int = 32,
+        rotary_base: float = 10_000.0,
+        graph: dict[str, Any] | None = None,
+        scales: dict[str, float] | None = None,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = self.num_key_value_heads = num_attention_heads
+        self.head_dim = hidden_size // num_attention_heads
+        self.intermediate_size = intermediate_size
+        self.max_position_embeddings = max_position_embeddings
+        self.rotary_dim = rotary_dim
+        self.rotary_base = rotary_base
+        self.graph = graph or {}
+        self.scales = scales or {}
+        self.use_cache = use_cache
+        super().__init__(**({"tie_word_embeddings": False} | kwargs))
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def norm(x: Tensor) -> Tensor:
+    """x / ‖x‖ along the last dimension, in at least fp32."""
+    x = wide(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    return F.linear(x.to(layer.weight.dtype), layer.weight)
+
+
+class Scale(nn.Module):
+    """A learned vector, which is stored as a multiple of itself."""
+
+    def __init__(self, size: int, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.stored = nn.Parameter(torch.ones(size))
+
+    def forward(self) -> Tensor:
+        return wide(self.stored) * self.factor
+
+
+class InputNorm(nn.Module):
+    """rms(h) · γ or tanh(a h) · γ, times a constant."""
+
+    def __init__(self, size: int, kind: str, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        if kind == "tanh":
+            self.a = nn.Parameter(torch.ones(1))
+        self.gamma = nn.Parameter(torch.ones(size))
+
+    def forward(self, h: Tensor) -> Tensor:
+        if hasattr(self, "a"):
+            return torch.tanh(self.a * h) * self.gamma * self.factor
+        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * (self.gamma * self.factor)
+
+
+class AnGPTBlock(nn.Module):
+    def __init__(self, config: AnGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        d, d_mlp, graph, scales = config.hidden_size, config.intermediate_size, config.graph, config.scales
+        self.config, self.graph, self.layer_idx, self.is_causal = config, graph, layer_idx, True
+        self.W_qkv = nn.Linear(d, 3 * d, bias=False)
+        self.W_p = nn.Linear(d, d, bias=False)
+        self.W_uz = nn.Linear(d, 2 * d_mlp, bias=False)
+        self.W_d = nn.Linear(d_mlp, d, bias=False)
+        if graph["input"] != "none":
+            self.norm_a = InputNorm(d, graph["input"], graph["input_factors"][layer_idx])
+            self.norm_m = InputNorm(d, graph["input"], graph["input_factors"][layer_idx])
+        if graph["qk"] == "g":
+            self.g = Scale(1)
+        if graph["qk"] == "s_qk":
+            self.s_qk = Scale(d, scales["s_qk"])
+        if graph["s_uz"]:
+            self.s_uz = Scale(2 * d_mlp)
+        if graph["lerp"]:
+            self.alpha_a = Scale(d, scales["alpha"])
+            self.alpha_m = Scale(d, scales["alpha"])
+
+    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any, **kwargs: Any) -> Tensor:
+        before = self.graph["input"] != "none"
+        h = self.update(h, self.attention(self.norm_a(h) if before else h, cos, sin, mask, cache, **kwargs), "alpha_a")
+        return self.update(h, self.mlp(self.norm_m(h) if before else h), "alpha_m")
+
+    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any, **kwargs: Any) -> Tensor:
+        d_head = self.config.head_dim
+        q, k, v = linear(x, self.W_qkv).view(*x.shape[:2], 3, -1, d_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.graph["qk"] == "g":
+            q, k = norm(q) * self.g(), norm(k)
+        elif self.graph["qk"] == "s_qk":
+            s_qk = self.s_qk().view(-1, 1, d_head)
+            q, k = norm(q) * s_qk * math.sqrt(d_head), norm(k) * s_qk
+        else:
+            q = q / math.sqrt(d_head)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend_eagerly)
+        out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs)
+        return linear(out.reshape(*x.shape[:2], -1), self.W_p) * self.graph["nu_p"]
+
+    def mlp(self, x: Tensor) -> Tensor:
+        uz = linear(x, self.W_uz) * self.graph["nu_uz"]
+        if self.graph["s_uz"]:
+            uz = uz * self.s_uz()
+        u, z = uz.chunk(2, dim=-1)
+        if self.graph["s_uz"]:
+            z = z * math.sqrt(self.config.hidden_size)
+        return linear(u * F.silu(z), self.W_d) * self.graph["nu_d"]
+
+    def update(self, h: Tensor, x: Tensor, alpha_name: str) -> Tensor:
+        graph = self.graph
+        if graph["output_norm"]:
+            x = norm(x)
+        if not graph["lerp"]:
+            return h + x
+        alpha = getattr(self, alpha_name)()
+        if graph["positive_alpha"]:
+            alpha = alpha.abs()
+        nu = torch.rsqrt(alpha.square() + (1 - alpha).square()) if graph["nu_alpha"] else 1.0
+        h = ((1 - alpha) * h + alpha * x) * (nu * graph["update_factor"])
+        return norm(h) if graph["update_norm"] else h
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + r/2) of the first r dimensions of each head."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest.to(cos.dtype)), dim=-1)
+
+
+def attend_eagerly(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float = 1.0, **_: Any
+) -> tuple[Tensor, Tensor]:
+    scores = wide(q @ k.transpose(2, 3)) * scaling
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1).to(v.dtype)
+    return (weights @ v).transpose(1, 2), weights
+
+
+class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    config_class = AnGPTConfig
+    base_model_prefix = ""
+    _no_split_modules: ClassVar = ["AnGPTBlock"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _keep_in_fp32_modules_strict: ClassVar = ["stored", "norm_a", "norm_m", "norm_h"]
+
+    def __init__(self, config: AnGPTConfig) -> None:
+        super().__init__(config)
+        graph = config.graph
+        self.W_e = nn.Embedding(config.vocab_size, config.hidden_size)
+        if graph["embed_scale"]:
+            self.embed_scale = Scale(1)
+        self.blocks = nn.ModuleList(AnGPTBlock(config, i) for i in range(config.num_hidden_layers))
+        if graph["input"] != "none":
+            self.norm_h = InputNorm(config.hidden_size, graph["input"])
+        self.W_h = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if graph["s_z"]:
+            self.s_z = Scale(config.vocab_size, config.scales["s_z"])
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.W_e
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.W_e = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.W_h
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.W_h = value
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        h = wide(self.W_e(input_ids) if inputs_embeds is None else inputs_embeds)
+        if self.config.graph["embed_scale"]:
+            h = h * self.embed_scale()
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(h.shape[1], device=h.device) + past)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=h.to(self.W_h.weight.dtype),
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        cos, sin = self.angles(position_ids, h.dtype)
+        states = [h]
+        for block in self.blocks:
+            states.append(h := block(h, cos, sin, mask, past_key_values, **kwargs))
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(h[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=tuple(states) if output_hidden_states else None,
+        )
+
+    def head(self, h: Tensor) -> Tensor:
+        h = self.norm_h(h) if self.config.graph["input"] != "none" else h
+        logits = wide(linear(h, self.W_h))
+        return logits * self.s_z() if self.config.graph["s_z"] else logits
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles, (B, 1, T, r/2), computed anew: buffers do not survive loading."""
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        r = self.config.rotary_dim
+        frequencies = self.config.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
+        angles = positions.to(exact)[:, None, :, None] * frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -1,0 +1,85 @@
+"""From logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
+
+Nothing here draws random numbers. Each row brings one uniform number per token, and the token is where the cumulated
+probabilities pass it: the same seed gives the same text on every device, alone or in a batch, and the whole choice can
+be part of a CUDA graph.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from angpt.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The filters apply in the order of the fields."""
+
+    repetition_penalty: float = 1.0
+    """Logits of tokens that have occurred are divided by this where positive and multiplied where negative; 1: off."""
+    temperature: float = 0.8
+    """Logits are divided by this; 0 takes the likeliest token."""
+    top_k: int | None = 50
+    """Only the k likeliest tokens."""
+    top_p: float | None = None
+    """Only the likeliest tokens that together have this probability."""
+    min_p: float | None = None
+    """Only tokens with at least this part of the probability of the likeliest."""
+
+    def __post_init__(self) -> None:
+        for name, good, rule in (
+            ("repetition_penalty", self.repetition_penalty > 0, "positive; 1 is none"),
+            ("temperature", self.temperature >= 0, "0 (the likeliest token) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
+        ):
+            value = getattr(self, name)
+            if not good or (isinstance(value, float) and not math.isfinite(value)):
+                raise UserError(f"{name} must be {rule}, not {value}")
+
+
+GREEDY = Sampling(temperature=0, top_k=None)
+
+
+def pick(logits: Tensor, how: Sampling, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+    """One token (B) for each row of logits (B, V), given a uniform number (B) in [0, 1) and which tokens have occurred
+    in the row, (B, V)."""
+    if how.repetition_penalty != 1 and seen is not None:
+        penalty = how.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if how.temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / how.temperature
+    ids = None
+    if how.top_k is not None and how.top_k < logits.shape[-1]:
+        logits, ids = logits.topk(how.top_k, dim=-1)  # exactly k, even where several share the k-th logit
+    elif how.top_p is not None:
+        logits, ids = logits.sort(dim=-1, descending=True)
+    p = torch.softmax(logits, dim=-1)
+    allowed = p > 0
+    if how.top_p is not None:
+        allowed &= p.cumsum(dim=-1) - p < how.top_p  # the token that passes top_p is the last one in
+    if how.min_p is not None:
+        allowed &= p >= how.min_p * p.amax(dim=-1, keepdim=True)
+    p = torch.where(allowed, p, 0)
+    below = p.cumsum(dim=-1)
+    reached = allowed & (below > uniform[:, None] * below[:, -1:])
+    # Rounding may leave a uniform number next to 1 unreached.
+    drawn = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), p.argmax(dim=-1))
+    return drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
+
+
+def uniforms(seed: int) -> Iterator[float]:
+    """The uniform numbers of one row. Row b of a batch has the seed of the batch plus b, so that it gives what its
+    prompt gives alone with that seed."""
+    if seed < 0:
+        raise UserError(f"seed must not be negative, not {seed}")
+    rng = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        yield from rng.random(256, dtype=np.float32).tolist()

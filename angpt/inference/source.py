@@ -1,0 +1,148 @@
+"""A trained model on disk, whichever way it is stored: a run, a folded model, a Hugging Face export."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from angpt.config import ModelConfig, from_dict
+from angpt.data.shards import TOKENIZER
+from angpt.data.tokenizers import END_NAMES, fingerprint, load_tokenizer
+from angpt.errors import UserError
+from angpt.inference import store
+from angpt.inference.fold import fold
+from angpt.inference.folded import Folded
+from angpt.inference.store import Training
+from angpt.models.decoder import Decoder
+from angpt.models.variants import architecture
+from angpt.training import checkpoint
+from angpt.training.run import Run
+
+EXPORT_CONFIG, EXPORT_WEIGHTS, EXPORT_SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
+"""Names that transformers gives."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk and what belongs to it."""
+
+    path: Path
+    kind: Literal["run", "folded", "export"]
+    cfg: ModelConfig
+    weights: tuple[Path, ...]
+    """Files of tensors."""
+    tokenizer_path: Path | None
+    training: Training
+
+    def decoder(self) -> Decoder:
+        """The model as it was trained, on the CPU."""
+        if self.kind == "folded":
+            raise UserError(f"{self.path}: is folded, which cannot be undone; give the run that it was made from")
+        model = architecture(self.cfg.architecture)(self.cfg)
+        try:
+            model.load_state_dict(self.tensors())
+        except RuntimeError as error:
+            raise UserError(f"{self.weights[0]}: the weights do not fit the model of its configuration") from error
+        return model.eval()
+
+    def folded(self) -> Folded:
+        """The model for inference, on the CPU."""
+        return store.load(self.path) if self.kind == "folded" else fold(self.decoder())
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for path in self.weights:
+            try:
+                found |= load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: cannot be read as safetensors ({error})") from error
+        return found
+
+    def sha256(self) -> str:
+        """Of the trained weights, by name and value: the same for a run, its export and what was folded from it."""
+        return store.read_about(self.path).weights_sha256 if self.kind == "folded" else digest(self.tensors())
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model was trained with."""
+        if self.tokenizer_path is None:
+            where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
+            raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the one of its data there")
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        if self.training.tokenizer_fingerprint not in (None, fingerprint(tokenizer)):
+            raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
+        return tokenizer
+
+
+def open_source(path: Path) -> Source:
+    """The model in a folder; an error that says what the folder is, where it holds none."""
+    if (path / "config.toml").exists():
+        return _open_run(path)
+    if (path / store.ABOUT).exists():
+        about = store.read_about(path)
+        return Source(path, "folded", about.model, (path / store.WEIGHTS,), _beside(path), about.training)
+    if (path / EXPORT_CONFIG).exists():
+        return _open_export(path)
+    runs = sorted(p.parent for p in path.glob("runs/*/config.toml"))
+    if runs:
+        raise UserError(f"{path}: holds several runs; give one of them: {' '.join(map(str, runs))}")
+    what = "no model in it" if path.exists() else "does not exist"
+    raise UserError(f"{path}: {what}; give a run folder, a folded model or an export")
+
+
+def end_token(tokenizer: Tokenizer) -> int | None:
+    """The id of the token that ends a document, where the tokenizer has one."""
+    ids = (tokenizer.token_to_id(name) for name in END_NAMES)
+    return next((token for token in ids if token is not None), None)
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and values."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        found.update(t.flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _open_run(path: Path) -> Source:
+    run = Run.open(path)
+    config = run.config()
+    newest = checkpoint.newest(run.checkpoints)
+    if newest is None:
+        raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or go on with --resume")
+    state = checkpoint.read_state(newest, verify=False)
+    tokens = state.step * config.batch_tokens if config.batch_tokens else None
+    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
+    tokenizer = _beside(path) or _beside(Path(config.data.path))
+    return Source(path, "run", config.model, (newest / checkpoint.MODEL,), tokenizer, training)
+
+
+def _open_export(path: Path) -> Source:
+    where = path / EXPORT_CONFIG
+    try:
+        values: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+        if values.get("model_type") != "angpt":
+            raise UserError(f"model_type is {values.get('model_type')!r}; only exports of angpt can be read")
+        cfg = from_dict(ModelConfig, values["angpt_model"])
+        training = from_dict(Training, values["angpt_training"])
+        weights = [EXPORT_WEIGHTS]
+        if (path / EXPORT_SHARDS).exists():
+            shards = json.loads((path / EXPORT_SHARDS).read_text(encoding="utf-8"))
+            weights = sorted(set(shards["weight_map"].values()))
+    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{where}: cannot be read as an export of angpt ({error})") from error
+    return Source(path, "export", cfg, tuple(path / name for name in weights), _beside(path), training)
+
+
+def _beside(folder: Path) -> Path | None:
+    path = folder / TOKENIZER
+    return path if path.exists() else None

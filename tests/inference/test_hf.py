@@ -1,0 +1,206 @@
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from angpt.data.tokenizers import load_tokenizer
+from angpt.errors import UserError
+from angpt.inference import hf, store
+from angpt.inference.fold import fold
+from angpt.inference.generate import generate
+from angpt.inference.sampling import GREEDY
+from angpt.inference.source import open_source
+from angpt.models import angpt, variants
+from angpt.models.variants import ARCHITECTURES
+from angpt.training.run import Run
+from tests.inference.conftest import byte_model, write_run
+
+pytest.importorskip("transformers")
+NAMES = sorted(ARCHITECTURES)
+MAIN = ["gpt+", "ngpt", "angpt"]
+TOKENS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+def folder_of(name: str) -> str:
+    return name.replace("/", "-")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Exports of all architectures."""
+    path = tmp_path_factory.mktemp("exports")
+    for name in NAMES:
+        run = write_run(path / "runs" / folder_of(name), byte_model(name))
+        hf.export(open_source(run.path), path / "hf" / folder_of(name))
+    (path / "hf" / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def used(root: Path) -> dict[str, Any]:
+    """What transformers makes of them, in a process that cannot import angpt and has no network."""
+    out = root / "used.json"
+    program = Path(__file__).with_name("load_exports.py").read_text()
+    (root / "program.py").write_text(program)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {
+        "HF_HUB_OFFLINE": "1", "HF_HOME": str(root / "home"), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "program.py", "hf", str(out)]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for complaint in ("not initialized", "not used", "deprecated", "Traceback"):
+        assert complaint not in done.stderr
+    return json.loads(out.read_text())
+
+
+def relative_error(found: list[Any], expected: Tensor) -> float:
+    return float((torch.tensor(found, dtype=torch.float64) - expected).abs().max() / expected.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_of_an_export_are_ours(used: dict[str, Any], name: str) -> None:
+    found, model = used[folder_of(name)], byte_model(name)
+    assert relative_error(found["logits"], model(TOKENS).double()) < 1e-5
+    assert relative_error(found["double"], model.double()(TOKENS)) < 1e-12
+    assert found["cached"] == generate(byte_model(name), TOKENS[:, :5], 12, GREEDY)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MAIN)
+def test_what_transformers_offers_works(used: dict[str, Any], name: str) -> None:
+    found, model = used[name], byte_model(name)
+    assert found["uncached"] == found["static"] == found["cached"]
+    assert found["padding_side"] == "left"
+    assert found["padded"] == found["alone"]
+    assert found["padded"] == generate(model, [list(b"a"), list(b"several bytes")], 12, GREEDY)
+    assert relative_error(found["eager"], model(TOKENS).double()) < 1e-5
+    greedy, beams = found["beam_scores"]
+    assert found["beams"] == 17
+    assert beams >= greedy
+    assert relative_error(found["bf16"], model(TOKENS).double()) < 0.05
+    assert found["bf16_tokens"] == 17
+    assert found["bf16_dtypes"] == ["1 torch.float32", "2 torch.bfloat16"]
+    assert (found["hidden_states"], found["kept"], found["tuple"], found["sampled"]) == (3, 1, True, 9)
+    assert found["loss"] == pytest.approx(float(model(TOKENS[:, :-1], TOKENS[:, 1:])), rel=1e-5)
+    assert found["ids"] == load_tokenizer("bytes").encode("déjà <|x|>").ids
+    assert found["defaults"] == [0.8, 50]
+
+
+def test_more_beams_find_likelier_text_for_some_model(used: dict[str, Any]) -> None:
+    assert any(used[name]["beam_scores"][1] > used[name]["beam_scores"][0] for name in MAIN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_import_has_the_same_bytes(root: Path, tmp_path: Path, name: str) -> None:
+    run = Run.open(root / "runs" / folder_of(name))
+    export = open_source(root / "hf" / folder_of(name))
+    hf.import_run(export, tmp_path / "back")
+    original, back = (
+        next((path / "checkpoints").glob("*/model.safetensors")) for path in (run.path, tmp_path / "back")
+    )
+    assert original.read_bytes() == back.read_bytes()
+    assert open_source(tmp_path / "back").training == open_source(run.path).training == export.training
+    assert Run.open(tmp_path / "back").config() == run.config()
+    assert open_source(tmp_path / "back").tokenizer().to_str() == load_tokenizer("bytes").to_str()
+    assert export.sha256() == open_source(run.path).sha256() == open_source(tmp_path / "back").sha256()
+
+
+def test_what_transformers_saved_again_can_be_imported(root: Path, used: dict[str, Any], tmp_path: Path) -> None:
+    """In several files, without tokenizer and configuration of the run."""
+    again = root / "hf" / "angpt-again"
+    assert len(list(again.glob("*.safetensors"))) > 1
+    hf.import_run(open_source(again), tmp_path / "back")
+    tensors = load_file(next((tmp_path / "back" / "checkpoints").glob("*/model.safetensors")))
+    assert tensors.keys() == byte_model().state_dict().keys()
+    assert all(torch.equal(tensors[n], t) for n, t in byte_model().state_dict().items())
+    assert Run.open(tmp_path / "back").config().model == byte_model().cfg
+
+
+@torch.no_grad()
+def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> None:
+    source = open_source(root / "hf" / "ngpt")
+    assert torch.equal(source.folded()(TOKENS), fold(byte_model("ngpt"))(TOKENS))
+    hf.export(source, tmp_path / "twice")
+    for name in ("model.safetensors", "config.json", "run.toml", "tokenizer.json"):
+        assert (tmp_path / "twice" / name).read_bytes() == (source.path / name).read_bytes()
+
+
+def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
+    tree = ast.parse(Path(hf.__file__).with_name(hf.MODELING).read_text())
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [a.name for a in node.names] if isinstance(node, ast.Import)
+            else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        )
+    }  # fmt: skip
+    assert imported == {"math", "typing", "torch", "transformers"}
+
+
+def test_the_card_tells_the_numbers_of_the_run(root: Path) -> None:
+    card = (root / "hf" / "angpt" / "README.md").read_text()
+    for text in ("7 steps (896 tokens)", "2.5000", open_source(root / "runs" / "angpt").sha256(), "trust_remote_code"):
+        assert text in card
+
+
+def test_a_model_without_tokenizer_is_exported_without(tmp_path: Path, run: Run) -> None:
+    source = open_source(run.path)
+    assert source.tokenizer_path is not None
+    source.tokenizer_path.unlink()
+    hf.export(open_source(run.path), tmp_path / "hf")
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_what_cannot_be_exported_or_imported_is_refused(
+    tmp_path: Path, run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(angpt.AnGPT):
+        class Block(angpt.Block):
+            def mlp(self, h: Tensor) -> Tensor:
+                return torch.sin(super().mlp(h))
+
+    with pytest.raises(UserError, match="is no export"):
+        hf.import_run(open_source(run.path), tmp_path / "back")
+    with pytest.raises(UserError, match="exists"):
+        hf.export(open_source(run.path), root)
+    monkeypatch.setitem(variants.ARCHITECTURES, "angpt", Odd)
+    with pytest.raises(UserError, match="mlp is not among the operations"):
+        hf.export(open_source(run.path), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(store, "save_file", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        hf.export(open_source(run.path), tmp_path / "hf")
+    assert not [p for p in tmp_path.iterdir() if "hf" in p.name]
+
+
+def test_a_truncated_export_is_explained(root: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(root / "hf" / "angpt", broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read"):
+        hf.import_run(open_source(broken), tmp_path / "back")
+    (broken / "config.json").write_text('{"model_type": "angpt"}')
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+        open_source(broken)
+    assert not (tmp_path / "back").exists()

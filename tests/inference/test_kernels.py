@@ -1,0 +1,115 @@
+"""A decode step by the kernels against the same step by plain operations: on a GPU, and everywhere as plain Python."""
+
+import pytest
+import torch
+
+from angpt.errors import UserError
+from angpt.inference.engine import Engine
+from angpt.inference.fold import fold
+from angpt.inference.folded import Cache, Folded
+from angpt.inference.generate import generate
+from angpt.inference.sampling import GREEDY
+from angpt.models.variants import ARCHITECTURES
+from tests.inference import python_triton
+from tests.models.conftest import some_tokens, tiny
+
+NAMES = sorted(set(ARCHITECTURES) - {"gpt+/dyt"})
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def step_both_ways(kernels, model: Folded, rows: list[int], capacity: int, shown: int, device: str = "cpu"):
+    """Logits and caches after one step: rows are the positions of the new tokens."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = some_tokens(len(rows)).to(device)
+    positions = torch.tensor(rows, device=device)
+    found = []
+    for decode in (model.decode, lambda *args: kernels.decode(model, *args)):
+        generator.manual_seed(1)
+        caches = model.make_caches(len(rows), capacity)
+        for cache in caches:
+            for part in cache:
+                part.copy_(torch.randn(part.shape, generator=generator))
+        views = [Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in caches]
+        found.append((decode(tokens, positions, views, capacity), caches))
+    return found
+
+
+def agree(found, rounding: float) -> None:
+    (expected, plain_caches), (logits, caches) = found
+    assert (logits - expected).abs().max() <= rounding * expected.abs().max()
+    for a, b in zip(plain_caches, caches, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert (x.float() - y.float()).abs().max() <= rounding * x.abs().max()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_as_python_the_kernels_are_the_plain_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = python_triton.kernels(monkeypatch)
+    model = fold(tiny(name, d_model=32, context=128).float())  # fp32, where nothing but a mistake makes a difference
+    agree(step_both_ways(kernels, model, [0, 70], 128, 128), 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "capacity", "shown"), [([5, 63, 64], 256, 128), ([127], 256, 128), ([129, 400, 0], 130, 130)]
+)
+def test_slots_that_are_not_seen_do_not_count(
+    rows: list[int], capacity: int, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part that is shown ends behind the longest row; where the window slides, slots are taken again."""
+    kernels = python_triton.kernels(monkeypatch)
+    agree(step_both_ways(kernels, fold(tiny(d_model=48, n_heads=3).float()), rows, capacity, shown), 1e-5)
+
+
+@torch.no_grad()
+def test_a_layer_wider_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = python_triton.kernels(monkeypatch)
+    monkeypatch.setattr(kernels, "COLUMNS", 32)
+    agree(step_both_ways(kernels, fold(tiny(d_model=32, d_ff=80).float()), [3], 64, 64), 1e-5)
+
+
+def test_what_the_kernels_do_not_know_is_left_to_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = python_triton.kernels(monkeypatch)
+    assert kernels.supports(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16))
+    assert not kernels.supports(fold(tiny(d_model=32)))
+    assert not kernels.supports(fold(tiny("gpt+/dyt", d_model=32)).prepare("cpu", torch.bfloat16))
+    assert not kernels.supports(fold(tiny(d_model=24)).prepare("cpu", torch.bfloat16))
+    with pytest.raises(UserError, match="kernels need a GPU"):
+        Engine(fold(tiny()), 1, 16, 1, GREEDY, "kernels")
+
+
+@ON_GPU
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu_the_kernels_are_the_plain_step(name: str) -> None:
+    from angpt.inference import kernels
+
+    model = fold(tiny(name, d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
+    for rows, capacity, shown in (([0], 512, 128), ([70, 300], 512, 512), ([129, 400], 130, 130)):
+        agree(step_both_ways(kernels, model, rows, capacity, shown, "cuda"), 0.02)
+
+
+@ON_GPU
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+@pytest.mark.parametrize("step", ["plain", "compiled"])
+def test_a_captured_step_gives_the_tokens_of_the_cpu(name: str, step: str) -> None:
+    model = fold(tiny(name, context=512).float())
+    prompts = [[1, 2, 3], [4] * 30]
+    expected = generate(model, prompts, 200, GREEDY)
+    assert generate(model.prepare("cuda", torch.float32), prompts, 200, GREEDY, step=step) == expected
+
+
+@ON_GPU
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_captured_kernels_give_the_tokens_of_the_kernels(name: str) -> None:
+    model = fold(tiny(name, d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
+    captured = generate(model, [[1, 2, 3]], 200, GREEDY, step="kernels")
+    engine = Engine(model, 1, 256, 200, GREEDY, "kernels")
+    engine.start([[1, 2, 3]], 0)
+    with torch.no_grad():
+        for _ in range(199):
+            engine.step(engine.shown())
+            engine.made += 1
+            engine.longest += 1
+    assert engine.read(0) == captured
