@@ -76,7 +76,7 @@ def evaluate(
         read_requests,
     )
     from angpt.evaluation.evaluate import write_requests as write
-    from angpt.evaluation.results import render
+    from angpt.evaluation.results import show
     from angpt.evaluation.subjects import open_subject
     from angpt.evaluation.tasks import PAPER, choose
 
@@ -110,10 +110,7 @@ def evaluate(
     if files is not None:
         watch.note("scored; where lm-eval is, the same command with --data or --tasks in place of --requests goes on")
     if any(r.losses or r.tasks for r in results):
-        table = render(results)
-        # As wide as it must be: a terminal breaks long lines better than a table its cells.
-        wide = max(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
-        console.print(table, width=wide, crop=False)
+        show(results, console)
 
 
 def sort_data(paths: tuple[Path, ...]) -> tuple[list[Path], Path | None]:

@@ -22,11 +22,11 @@ from angpt.data.shards import TokenData
 from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
-from angpt.evaluation.requests import Requests, Scored, Scores
+from angpt.evaluation.requests import Origin, Requests, Scored, Scores
 from angpt.evaluation.results import FOLDER, SCORES, LossResult, Results, TaskResult, read_results, write_results
 from angpt.evaluation.scoring import Model, Progress, score
 from angpt.evaluation.subjects import Subject
-from angpt.evaluation.tasks import TASKS, Task
+from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
 from angpt.training.run import environment
 
 if TYPE_CHECKING:
@@ -162,14 +162,14 @@ class Evaluator:
 
     def score(self, requests: Requests) -> Scores:
         """The answers to requests: those that are there, else new ones."""
-        about, how, task = self.subject.model, self.how, requests.asked.task
+        about, how, task = self.subject.model, self.how, requests.origin.task
         name = f"{task}-{requests.digest[:12]}-{about.weights[:12]}.safetensors"
         path = self.subject.path / FOLDER / SCORES / name
         if path.exists():
             scores = Scores.load(path)
             if how.accepts(scores.scored.precision) and len(scores.logprob) == len(requests):
                 return scores
-        if about.tokenizer not in (None, requests.asked.tokenizer):
+        if about.tokenizer not in (None, requests.origin.tokenizer):
             raise UserError(f"{task}: the requests were made with another tokenizer than that of {self.subject.path}")
         if requests.max_token >= about.vocab_size:
             raise UserError(
@@ -195,46 +195,34 @@ class Evaluator:
         self.watch.note(f"  {task}: {len(requests):,} requests scored in {seconds:.1f} s")
         return scores
 
-    def known(self, task: Task, data: str, tokenizer: str, harness: str) -> bool:
+    def known(self, task: Task, origin: Origin) -> bool:
         """Whether there is a result of this task, of these weights, on this data."""
         old = self.results.task(task.name)
-        wanted = (self.how.limit, data, tokenizer, harness)
-        if old is None or (old.limit, old.data, old.tokenizer, old.harness) != wanted:
-            return False
-        return self.how.accepts(old.precision)
+        return old is not None and old.origin == origin and self.how.accepts(old.scored.precision)
 
     def task(self, built: "Built", requests: Requests) -> None:
         """One task to its end."""
         scores = self.score(requests)
         metrics = built.metrics(scores)
-        asked, scored, metric = requests.asked, scores.scored, built.task.metric
+        origin, scored, metric = requests.origin, scores.scored, built.task.metric
         self.save(
             self.results.with_task(
                 TaskResult(
-                    task=asked.task,
+                    origin=origin,
                     metric=metric,
                     value=metrics[metric],
                     stderr=metrics.get(f"{metric}_stderr"),
                     metrics=metrics,
-                    samples=asked.samples,
-                    limit=asked.limit,
-                    data=asked.data,
-                    requests=requests.digest,
-                    tokenizer=asked.tokenizer,
-                    harness=asked.harness,
-                    cut=scored.cut,
-                    windowed=scored.windowed,
-                    precision=scored.precision,
-                    device=scored.device,
-                    seconds=scored.seconds,
+                    samples=requests.samples,
+                    scored=scored,
                 )
             )
         )
         notes = f"; {scored.cut:,} requests were cut on the left to fit the context" if scored.cut else ""
         if scored.windowed and metric != "word_perplexity":  # for which that is the rule
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
-        of = "" if asked.limit is None else f" of {built.task.samples:,}"
-        self.watch.note(f"  {asked.task}: {metric} {metrics[metric]:.4f} over {asked.samples:,}{of} samples{notes}")
+        of = "" if origin.limit is None else f" of {built.task.samples:,}"
+        self.watch.note(f"  {origin.task}: {metric} {metrics[metric]:.4f} over {requests.samples:,}{of} samples{notes}")
 
 
 class Harness:
@@ -244,6 +232,9 @@ class Harness:
         self.data, self.limit, self.watch = data, limit, watch
         self.built: dict[str, Built] = {}
         self.tokenized: dict[tuple[str, str], Requests] = {}
+
+    def origin(self, task: Task, tokenizer: Tokenizer) -> Origin:
+        return Origin(task.name, data_digest(task, self.data), self.limit, harness_version(), fingerprint(tokenizer))
 
     def build(self, task: Task) -> "Built":
         if task.name not in self.built:
@@ -256,29 +247,29 @@ class Harness:
     def requests(self, task: Task, tokenizer: Tokenizer) -> Requests:
         key = task.name, fingerprint(tokenizer)
         if key not in self.tokenized:
-            self.tokenized[key] = self.build(task).requests(tokenizer)
+            self.tokenized[key] = self.build(task).requests(tokenizer, self.origin(task, tokenizer))
         return self.tokenized[key]
 
 
 def evaluate_tasks(evaluator: Evaluator, tasks: Sequence[Task], harness: Harness, tokenizer: Tokenizer) -> None:
     """All tasks of one model; those that it has results of are left out."""
-    from angpt.evaluation.harness import data_digest, harness_version
-
+    known = [task for task in tasks if evaluator.known(task, harness.origin(task, tokenizer))]
+    if known:
+        evaluator.watch.note(f"  known already: {' '.join(task.name for task in known)}")
     for task in tasks:
-        data = data_digest(task, harness.data)
-        if evaluator.known(task, data, fingerprint(tokenizer), harness_version()):
-            evaluator.watch.note(f"  {task.name}: known already")
-        else:
+        if task not in known:
             evaluator.task(harness.build(task), harness.requests(task, tokenizer))
 
 
 def write_requests(folder: Path, tasks: Sequence[Task], harness: Harness, tokenizer: Tokenizer) -> None:
     """The requests of tasks as files, one for each."""
     for task in tasks:
-        requests = harness.requests(task, tokenizer)
         path = folder / f"{task.name}.safetensors"
-        requests.save(path)
-        harness.watch.note(f"{path}: {len(requests):,} requests from {requests.asked.samples:,} samples")
+        requests = Requests.load(path) if path.exists() else None
+        if requests is None or requests.origin != harness.origin(task, tokenizer):
+            requests = harness.requests(task, tokenizer)
+            requests.save(path)
+        harness.watch.note(f"{path}: {len(requests):,} requests from {requests.samples:,} samples")
 
 
 def read_requests(folder: Path, tasks: Sequence[Task] | None) -> list[Requests]:

@@ -6,7 +6,6 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer
 
-from angpt.data.tokenizers import end_of_text, fingerprint
+from angpt.data.tokenizers import end_of_text
 from angpt.errors import UserError
-from angpt.evaluation.requests import Asked, Requests, Scores, Tokens
-from angpt.evaluation.tasks import Task, digest, local_files, write_configs
+from angpt.evaluation.requests import Origin, Requests, Scores, Tokens
+from angpt.evaluation.tasks import Task, write_configs
 
 FEWSHOT_SEED = 1234
 """The harness' own; without examples nothing depends on it, but it wants one."""
@@ -49,7 +48,6 @@ class Built:
 
     def __init__(self, task: Task, data: Path | None, limit: int | None) -> None:
         self.task, self.limit = task, limit
-        self.data = data_digest(task, data)
         with quiet(), readable(task, data), tempfile.TemporaryDirectory() as folder:
             write_configs(task, data, Path(folder))
             self.loaded = TaskManager(include_defaults=False, include_path=folder).load([task.name])
@@ -68,18 +66,10 @@ class Built:
         self.instances: list[Instance] = [instance for part in self.parts for instance in part.instances]
         self.samples = documents if limit is None else sum(min(limit, len(part.eval_docs)) for part in self.parts)
 
-    def requests(self, tokenizer: Tokenizer) -> Requests:
+    def requests(self, tokenizer: Tokenizer, origin: Origin) -> Requests:
         """The requests in tokens."""
         encode = pairs if self.instances[0].request_type == "loglikelihood" else whole_texts
-        asked = Asked(
-            task=self.task.name,
-            samples=self.samples,
-            limit=self.limit,
-            data=self.data,
-            harness=harness_version(),
-            tokenizer=fingerprint(tokenizer),
-        )
-        return Requests.of(asked, encode(tokenizer, [instance.args for instance in self.instances]))
+        return Requests.of(origin, self.samples, encode(tokenizer, [instance.args for instance in self.instances]))
 
     def metrics(self, scores: Scores) -> dict[str, float]:
         """What the harness makes of the answers, with standard errors as NAME_stderr."""
@@ -112,14 +102,6 @@ class Built:
                     for name, value in values.items()
                 }
         return values
-
-
-def data_digest(task: Task, data: Path | None) -> str:
-    return "hub" if data is None else digest(local_files(task, data))
-
-
-def harness_version() -> str:
-    return version("lm_eval")
 
 
 def pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:

@@ -22,16 +22,14 @@ Tokens = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Where requests come from."""
+class Origin:
+    """What decides which requests a task makes."""
 
     task: str
-    samples: int
-    """Documents of the task that the requests are made from."""
+    data: str
+    """Digest of its files, or `hub`."""
     limit: int | None
     """First documents to which the task was cut (each part of it, where it has parts); None: all of them."""
-    data: str
-    """Digest of the files, or `hub`."""
     harness: str
     """Version of lm-evaluation-harness."""
     tokenizer: str
@@ -42,7 +40,9 @@ class Asked:
 class Requests:
     """How likely is each continuation after its context? In tokens, which is all that a model needs."""
 
-    asked: Asked
+    origin: Origin
+    samples: int
+    """Documents that they are made from."""
     contexts: list[Tokens]
     """The different contexts."""
     context_of: list[int]
@@ -50,10 +50,10 @@ class Requests:
     continuations: list[Tokens]
 
     @classmethod
-    def of(cls, asked: Asked, pairs: Sequence[tuple[Tokens, Tokens]]) -> "Requests":
+    def of(cls, origin: Origin, samples: int, pairs: Sequence[tuple[Tokens, Tokens]]) -> "Requests":
         numbers: dict[tuple[int, ...], int] = {}
         context_of = [numbers.setdefault(tuple(context), len(numbers)) for context, _ in pairs]
-        return cls(asked, list(numbers), context_of, [continuation for _, continuation in pairs])
+        return cls(origin, samples, list(numbers), context_of, [continuation for _, continuation in pairs])
 
     def __len__(self) -> int:
         return len(self.continuations)
@@ -76,14 +76,15 @@ class Requests:
         return max(max(tokens, default=0) for tokens in (*self.contexts, *self.continuations))
 
     def save(self, path: Path) -> None:
-        _save(path, self._arrays(), self.asked)
+        _save(path, self._arrays() | {"samples": np.array([self.samples])}, self.origin)
 
     @classmethod
     def load(cls, path: Path) -> "Requests":
-        arrays, asked = _load(path, Asked, ("contexts", "context_lengths", "context_of", "texts", "text_lengths"))
+        names = ("samples", "contexts", "context_lengths", "context_of", "texts", "text_lengths")
+        arrays, origin = _load(path, Origin, names)
         contexts = _cut(arrays["contexts"], arrays["context_lengths"])
         texts = _cut(arrays["texts"], arrays["text_lengths"])
-        return cls(asked, contexts, arrays["context_of"].tolist(), texts)
+        return cls(origin, int(arrays["samples"][0]), contexts, arrays["context_of"].tolist(), texts)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
         dtype = np.uint16 if self.max_token < 2**16 else np.uint32

@@ -4,10 +4,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.evaluation.requests import Origin, Scored
+from angpt.evaluation.tasks import TASKS
 from angpt.system import write_atomically
 
 FOLDER, RESULTS, SCORES = "eval", "results.json", "scores"
@@ -59,7 +65,7 @@ class LossResult:
 class TaskResult:
     """One task of lm-evaluation-harness."""
 
-    task: str
+    origin: Origin
     metric: str
     """The one that the table shows."""
     value: float
@@ -68,23 +74,7 @@ class TaskResult:
     """Everything that the harness reports, with standard errors where there are any."""
     samples: int
     """Documents evaluated."""
-    limit: int | None
-    data: str
-    """Digest of the files, or `hub`."""
-    requests: str
-    """Digest of the tokenized requests."""
-    tokenizer: str
-    """Its fingerprint."""
-    harness: str
-    """Version of lm-evaluation-harness."""
-    cut: int
-    """Requests of whose context the beginning was left out, since they are longer than the model's context."""
-    windowed: int
-    """Requests whose continuation alone is longer than the context."""
-    precision: str
-    device: str
-    seconds: float
-    """Spent with the model."""
+    scored: Scored
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,10 @@ class Results:
         return replace(self, losses=(*others, new))
 
     def with_task(self, new: TaskResult) -> "Results":
-        return replace(self, tasks=(*(r for r in self.tasks if r.task != new.task), new))
+        return replace(self, tasks=(*(r for r in self.tasks if r.origin.task != new.origin.task), new))
 
     def task(self, name: str) -> TaskResult | None:
-        return next((r for r in self.tasks if r.task == name), None)
+        return next((r for r in self.tasks if r.origin.task == name), None)
 
 
 def read_results(folder: Path) -> Results | None:
@@ -156,12 +146,10 @@ def lines(models: Sequence[Results]) -> list[Line]:
         if any(r is not None and r.bits_per_byte is not None for r in mine):
             bits = tuple((r.bits_per_byte, None) if r and r.bits_per_byte is not None else None for r in mine)
             found.append(Line(label, "bits per byte", False, size, bits))
-    from angpt.evaluation.tasks import TASKS
-
     for task in TASKS.values():
         results = [m.task(task.name) for m in models]
-        for samples, limit in dict.fromkeys((r.samples, r.limit) for r in results if r is not None):
-            values = [r if r and (r.samples, r.limit) == (samples, limit) else None for r in results]
+        for samples, limit in dict.fromkeys((r.samples, r.origin.limit) for r in results if r is not None):
+            values = [r if r and (r.samples, r.origin.limit) == (samples, limit) else None for r in results]
             size = f"{samples:,}" if limit is None else f"{samples:,} of {task.samples:,}"
             pairs = tuple((r.value, r.stderr) if r else None for r in values)
             found.append(Line(task.label, task.metric, task.higher, size, pairs))
@@ -180,21 +168,23 @@ def number(value: tuple[float, float | None] | None) -> str:
     return f"{text} ± {stderr:.{digits}f}" if digits is not None else f"{text} ± {stderr:.2g}"
 
 
-def render(models: Sequence[Results]) -> Any:
-    """The lines as a table for a terminal: the best value bold, and which weights each column stands for."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
+def show(models: Sequence[Results], console: Console) -> None:
+    """The lines as a table, the best value bold, and which weights each column stands for.
 
+    The table is as wide as it must be: a terminal breaks long lines better than a table its cells.
+    """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("", "metric", "tokens or samples", *headings(models)):
+    for heading in ("", "metric", "size", *headings(models)):
         table.add_column(Text(heading), justify="left" if heading in ("", "metric") else "right", no_wrap=True)
     for line in lines(models):
         cells = [Text(number(v), style="bold" if i == line.best else "") for i, v in enumerate(line.values)]
         table.add_row(Text(line.label), f"{line.metric} {'↑' if line.higher else '↓'}", line.samples, *cells)
-    notes = [f"{name}: weights {m.model.weights[:16]}" for name, m in zip(headings(models), models, strict=True)]
-    return Group(table, *(Text(note) for note in notes), Text("± is one standard error; ↑ more is better."))
+    needed = console.measure(table, options=console.options.update(width=10_000)).maximum
+    wide = Console(file=console.file, width=max(console.width, needed))
+    wide.print(table)
+    for name, model in zip(headings(models), models, strict=True):
+        wide.print(Text(f"{name}: weights {model.model.weights[:16]}"))
+    wide.print("± is one standard error, ↑ more is better; size is tokens, samples or pages.")
 
 
 def headings(models: Sequence[Results]) -> list[str]:

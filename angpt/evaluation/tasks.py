@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
@@ -82,13 +83,19 @@ def local_files(task: Task, data: Path) -> dict[str, dict[str, list[str]]]:
     return {name: {split: _split(folder / name, split) for split in ("test", "dev")} for name in _subjects(task)}
 
 
-def digest(files: dict[str, dict[str, list[str]]]) -> str:
-    """Of the contents of a task's files."""
+def data_digest(task: Task, data: Path | None) -> str:
+    """Of the contents of a task's files; `hub` where they come from there."""
+    if data is None:
+        return "hub"
     found = {
         part: {split: [hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in paths] for split, paths in of.items()}
-        for part, of in files.items()
+        for part, of in local_files(task, data).items()
     }
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def harness_version() -> str:
+    return version("lm_eval")
 
 
 def write_configs(task: Task, data: Path | None, folder: Path) -> None:
