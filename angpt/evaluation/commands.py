@@ -19,34 +19,33 @@ def evaluate(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     precision: Literal["auto", "fp32", "bf16"] = "auto",
     batch_tokens: int | None = None,
-    trust_remote_code: bool = False,
 ) -> None:
     """How good models are, side by side: loss, perplexity and bits per byte on prepared data, and the tasks of the
-    paper's table through lm-evaluation-harness (0-shot).
+    paper's table through lm-evaluation-harness, without examples (0-shot).
 
-    angpt eval runs/a runs/b                                   validation loss on what each was trained on
+    angpt eval runs/a runs/b                            loss on their own data
 
-    angpt eval runs/a --data data/stdlib                       on any prepared folder of the same tokenizer
+    angpt eval runs/a --data data/stdlib                on any prepared folder
 
-    angpt eval runs/a runs/b --data path/to/benchmarks         the seven tasks, data from a local folder
+    angpt eval runs/a runs/b --data path/to/benchmarks  the seven tasks, local
 
-    angpt eval runs/a --tasks paper                            the same, data from the Hugging Face hub
+    angpt eval runs/a --tasks paper                     the same from the hub
 
     PIQA, ARC-Easy, HellaSwag, WinoGrande and MMLU show acc, LAMBADA perplexity, WikiText word_perplexity. Results go to
     eval/results.json in the folder of each model, with everything else that the harness reports, and into the page of
     `angpt report`. Stopped at any moment, the same command goes on with the task that was under way; what is known of
-    the same weights is not computed again (delete eval/ to do so).
+    the same weights is not computed again (delete eval/ to have it so).
 
-    On a GPU node without network or lm-eval:
+    For a GPU without network or lm-eval, in three steps:
 
-    angpt eval runs/a --data path/to/benchmarks --write-requests requests    where lm-eval is: tokenize, and stop
+    angpt eval runs/a --data path/to/benchmarks --write-requests requests
 
-    angpt eval runs/a --requests requests                                    on the node: score, and stop
+    angpt eval runs/a --requests requests        there: leaves scores in runs/a/eval
 
-    angpt eval runs/a --data path/to/benchmarks                              where lm-eval is, with runs/a/eval: metrics
+    angpt eval runs/a --data path/to/benchmarks  here, with runs/a/eval: metrics
 
     Args:
-        models: Run folders, or exports of transformers.
+        models: Run folders, folded models, exports.
         data: Prepared folders, and a folder of benchmarks (docs/evaluation.md shows its layout).
         tasks: piqa arc_easy hellaswag lambada_openai wikitext winogrande mmlu, also arc_challenge; or paper: the first
             seven, which is what a folder of benchmarks means unless tasks are given.
@@ -55,13 +54,12 @@ def evaluate(
         write_requests: Write the tokenized requests of the tasks into this folder, and stop.
         requests: Score the requests in this folder, without lm-eval, and stop.
         device: cpu, cuda, or auto: cuda where there is one.
-        precision: bf16 or fp32 for matrix products (the head is always in fp32); auto: bf16 on a GPU, fp32 on the CPU.
+        precision: Of matrix products: fp32, bf16, or auto: bf16 on a GPU.
         batch_tokens: Tokens of one forward pass; lower it if memory runs out. 65,536 on a GPU and 8,192 on the CPU
             unless given.
-        trust_remote_code: Allow an export to run the Python code that lies in its folder.
     """
     if not models and write_requests is None:
-        raise UserError("name a run folder or an export: angpt eval runs/NAME")
+        raise UserError("name a run folder, a folded model or an export: angpt eval runs/NAME")
     if write_requests is not None and requests is not None:
         raise UserError("--write-requests makes requests and --requests scores them; give one of the two")
     from rich.console import Console
@@ -85,7 +83,7 @@ def evaluate(
     console = Console()
     watch = Watch(console)
     how = How.choose(device, precision, batch_tokens, limit)
-    subjects = [open_subject(path, trust_remote_code) for path in models]
+    subjects = [open_subject(path) for path in models]
     harness = Harness(benchmarks, limit, watch)
     if write_requests is not None:
         write(write_requests, chosen, harness, one_tokenizer(subjects, tokenizer))

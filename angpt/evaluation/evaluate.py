@@ -113,10 +113,6 @@ class Evaluator:
         with self.watch.bar(f"loading {self.subject.path}"):
             return self.subject.load(self.how.device, self.how.dtype)
 
-    @property
-    def batch_tokens(self) -> int:
-        return self.how.batch_tokens // (8 if self.model.everywhere else 1)
-
     def save(self, results: Results) -> None:
         self.results = results
         write_results(self.subject.path, results)
@@ -137,7 +133,7 @@ class Evaluator:
         model, start = self.model, time.perf_counter()
         with self.watch.bar(f"{folder} loss") as progress:
             mask = self.subject.mask_documents
-            found = losses(model, data, about.context, self.batch_tokens, how.limit, mask, progress)
+            found = losses(model, data, about.context, how.batch_tokens, how.limit, mask, progress)
         tokenizer = None
         if data.text_bytes is None:
             with contextlib.suppress(UserError):  # there is none, and no bits per byte
@@ -178,7 +174,7 @@ class Evaluator:
             )
         model, start = self.model, time.perf_counter()
         with self.watch.bar(f"{TASKS[task].label} {about.name}") as progress:
-            found = score(model, requests.pairs, about.context, self.batch_tokens, progress)
+            found = score(model, requests.pairs, about.context, how.batch_tokens, progress)
         seconds = time.perf_counter() - start
         scored = Scored(
             weights=about.weights,

@@ -102,7 +102,7 @@ class Scored:
     """Which model answered which requests, and how."""
 
     weights: str
-    """SHA-256 of the file of weights."""
+    """SHA-256 of the trained weights."""
     requests: str
     """Digest of the requests."""
     precision: str

@@ -27,7 +27,7 @@ class Evaluated:
     kind: str
     """run, folded or export."""
     weights: str
-    """SHA-256 of the file of weights."""
+    """SHA-256 of the trained weights: the same for a run, its export and what was folded from it."""
     context: int
     vocab_size: int
     tokenizer: str | None

@@ -32,8 +32,6 @@ class Model:
     """(N, d) → logits (N, V), in fp32 or wider."""
     vocab_size: int
     device: torch.device
-    everywhere: bool = False
-    """The states are logits already, which take far more memory."""
 
 
 def log_probabilities(model: Model, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,9 @@
-"""Models to evaluate, whatever they come as: a run folder or an export. Nothing is loaded before it is needed, since
-the answers of a model may be there already."""
+"""Models to evaluate: a run, a folded model, an export, or only what another machine has scored of one. Nothing is
+loaded before it is needed, since the answers of a model may be there already."""
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -17,11 +14,15 @@ from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.results import Evaluated, read_results
 from angpt.evaluation.scoring import Model
+from angpt.inference.folded import Folded
+from angpt.inference.hf import run_configuration
+from angpt.inference.source import Source, open_source
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import wide
-from angpt.models.variants import build
-from angpt.training import checkpoint
 from angpt.training.run import Run
+
+Load = Callable[[torch.device, torch.dtype], Model]
+"""The model on a device, with its matrix products in a dtype."""
 
 
 @dataclass(frozen=True)
@@ -30,108 +31,77 @@ class Subject:
 
     path: Path
     model: Evaluated
-    load: Callable[[torch.device, torch.dtype], Model]
-    """The model on a device, with its matrix products in a dtype."""
-    data: Path | None = None
-    """What it was trained on."""
-    mask_documents: bool = False
+    load: Load
+    tokenizer_path: Path | None
+    data: Path | None
+    """What it was trained on, where that is known."""
+    mask_documents: bool
     """It was trained with attention inside of documents only."""
 
     def tokenizer(self, given: str | None) -> Tokenizer:
-        """The one that the user names, else that of the export or of the training data."""
-        beside = [folder / TOKENIZER for folder in (self.path, self.data) if folder is not None]
-        found = next((path for path in beside if path.exists()), None)
-        if given is None and found is None:
-            raise UserError(
-                f"{self.path}: its tokenizer is not to be found in {' or '.join(map(str, beside))}; "
-                "name the tokenizer.json with --tokenizer"
-            )
-        tokenizer = load_tokenizer(given or str(found))
+        """The one that the user names, else the model's own."""
+        if given is None and self.tokenizer_path is None:
+            beside = " nor in ".join(str(folder) for folder in (self.path, self.data) if folder is not None)
+            raise UserError(f"{self.path}: there is no {TOKENIZER} in {beside}; name the file with --tokenizer")
+        tokenizer = load_tokenizer(given or str(self.tokenizer_path))
         if self.model.tokenizer not in (None, fingerprint(tokenizer)):
-            raise UserError(f"{given or found}: is not the tokenizer that {self.path} was trained with")
+            raise UserError(
+                f"{given or self.tokenizer_path}: is not the tokenizer that {self.path} was trained with; "
+                "name that one with --tokenizer"
+            )
         return tokenizer
 
 
-def open_subject(path: Path, trust_remote_code: bool = False) -> Subject:
-    """A run folder, an export, or a folder with the evaluation of a model whose weights are elsewhere."""
-    if (path / "config.toml").exists():
-        return _open_run(path)
-    if (path / "config.json").exists():
-        return _open_export(path, trust_remote_code)
-    if (results := read_results(path)) is not None:
-        return Subject(path, results.model, _elsewhere(path))
-    if not path.exists():
-        raise UserError(f"{path}: no such folder")
-    raise UserError(f"{path}: neither a run folder (config.toml) nor an export (config.json)")
-
-
-def _open_run(path: Path) -> Subject:
-    config = Run.open(path).config()
-    newest = checkpoint.newest(Run.open(path).checkpoints)
-    if newest is None:
+def open_subject(path: Path) -> Subject:
+    """The model in a folder, or what is known of it where its weights are not there."""
+    try:
+        return _of_source(open_source(path))
+    except UserError:
         results = read_results(path)
         if results is None:
-            raise UserError(f"{path}: no good checkpoint; train the run, or go on with --resume")
-        return Subject(path, results.model, _elsewhere(path), Path(config.data.path), config.data.mask_documents)
-    state = checkpoint.read_state(newest, verify=False)
+            raise
+    config = Run.open(path).config() if (path / "config.toml").exists() else None
+    beside = [path / TOKENIZER] + ([] if config is None else [Path(config.data.path) / TOKENIZER])
+    return Subject(
+        path=path,
+        model=results.model,
+        load=_elsewhere(path),
+        tokenizer_path=next((file for file in beside if file.exists()), None),
+        data=None if config is None else Path(config.data.path),
+        mask_documents=config is not None and config.data.mask_documents,
+    )
+
+
+def _of_source(source: Source) -> Subject:
+    config = run_configuration(source)
     model = Evaluated(
-        name=path.resolve().name,
-        kind="run",
-        weights=state.sha256[checkpoint.MODEL],
-        context=config.model.context,
-        vocab_size=config.model.vocab_size,
-        tokenizer=state.tokenizer_fingerprint,
+        name=source.path.resolve().name,
+        kind=source.kind,
+        weights=source.sha256(),
+        context=source.cfg.context,
+        vocab_size=source.cfg.vocab_size,
+        tokenizer=source.training.tokenizer_fingerprint,
     )
 
     def load(device: torch.device, dtype: torch.dtype) -> Model:
-        made = build(config.model)
-        try:
-            made.load_state_dict(checkpoint.load_model(newest))
-        except RuntimeError as error:
-            raise UserError(f"{newest}: the checkpoint does not fit the model of config.toml") from error
-        return of_decoder(made, device, dtype)
+        if source.kind == "folded":
+            return of_folded(source.folded().prepare(device, dtype))
+        return of_decoder(source.decoder().to(device), dtype)
 
-    return Subject(path, model, load, Path(config.data.path), config.data.mask_documents)
-
-
-def _open_export(path: Path, trust_remote_code: bool) -> Subject:
-    try:
-        config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        context = next(config[name] for name in ("n_positions", "max_position_embeddings", "n_ctx") if name in config)
-        vocab_size = int(config["vocab_size"])
-    except (OSError, ValueError, KeyError, StopIteration) as error:
-        raise UserError(f"{path / 'config.json'}: says nothing of a context and a vocabulary ({error!r})") from error
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{path}: has no weights (*.safetensors)")
-    tokenizer = path / TOKENIZER
-    model = Evaluated(
-        name=path.resolve().name,
-        kind="export",
-        weights=_digest(files),
-        context=int(context),
-        vocab_size=vocab_size,
-        tokenizer=fingerprint(load_tokenizer(tokenizer)) if tokenizer.exists() else None,
+    return Subject(
+        path=source.path,
+        model=model,
+        load=load,
+        tokenizer_path=source.tokenizer_path,
+        data=None if config is None else Path(config.data.path),
+        mask_documents=config is not None and config.data.mask_documents,
     )
 
-    def load(device: torch.device, dtype: torch.dtype) -> Model:
-        if "auto_map" in config and not trust_remote_code:
-            raise UserError(
-                f"{path}: to load it is to run the Python code that lies in it; "
-                "look at it, and pass --trust-remote-code if you do trust it"
-            )
-        from transformers import AutoModelForCausalLM
 
-        made: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, dtype=torch.float32)
-        return of_transformers(made, device, dtype)
-
-    return Subject(path, model, load)
-
-
-def of_decoder(model: Decoder, device: torch.device, dtype: torch.dtype) -> Model:
-    """One of our models. The head is in fp32 at the least: it is the one product whose rounding would be seen in every
-    log-probability, and there are few places to compute it at."""
-    model = model.eval().to(device)
+def of_decoder(model: Decoder, dtype: torch.dtype) -> Model:
+    """A model as it was trained. The head is in fp32 at the least: it is the one product whose rounding would be seen
+    in every log-probability, and there are few places to compute it at."""
+    device = model.W_h.weight.device
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
@@ -143,20 +113,18 @@ def of_decoder(model: Decoder, device: torch.device, dtype: torch.dtype) -> Mode
     return Model(states, lambda h: model.head(wide(h)), model.cfg.vocab_size, device)
 
 
-def of_transformers(model: Any, device: torch.device, dtype: torch.dtype) -> Model:
-    model = model.eval().to(device)
+def of_folded(model: Folded) -> Model:
+    """A model for inference, in the arithmetic that it generates text with."""
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
         if documents is not None:
-            raise UserError("a model of transformers cannot keep attention inside of documents")
-        with torch.autocast(device.type, dtype, enabled=dtype == torch.bfloat16):
-            logits: Tensor = model(tokens, use_cache=False).logits
-        return logits
+            raise UserError("a folded model cannot keep attention inside of documents; evaluate the run in its place")
+        return model.stream(tokens)
 
-    return Model(states, wide, model.config.vocab_size, device, everywhere=True)
+    return Model(states, model.head, model.cfg.vocab_size, model.device)
 
 
-def _elsewhere(path: Path) -> Callable[[torch.device, torch.dtype], Model]:
+def _elsewhere(path: Path) -> Load:
     """For a model of which only answers are here."""
 
     def load(device: torch.device, dtype: torch.dtype) -> Model:
@@ -166,12 +134,3 @@ def _elsewhere(path: Path) -> Callable[[torch.device, torch.dtype], Model]:
         )
 
     return load
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as handle:
-            found = hashlib.file_digest(handle, "sha256").hexdigest()
-        digest.update(found.encode())
-    return found if len(files) == 1 else digest.hexdigest()

@@ -38,7 +38,7 @@ def small_decoder(seed: int = 0, **changes: Any) -> Decoder:
 
 
 def small_model(seed: int = 0, **changes: Any) -> Model:
-    return of_decoder(small_decoder(seed, **changes), torch.device("cpu"), torch.float32)
+    return of_decoder(small_decoder(seed, **changes), torch.float32)
 
 
 def small_run(path: Path, data: Path, seed: int = 0, config: ModelConfig = CONFIG, step: int = 5) -> Path:

@@ -1,7 +1,6 @@
 """`angpt eval` as a user meets it."""
 
 import dataclasses
-import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 from angpt.evaluation import evaluate as module
 from angpt.evaluation.results import number, read_results
 from angpt.evaluation.tasks import PAPER, TASKS
+from angpt.inference.source import open_source
 from tests.evaluation.material import CONFIG, SAMPLES, small_run
 from tests.test_cli import run
 
@@ -61,8 +61,7 @@ def test_without_data_the_loss_on_what_a_run_was_trained_on(
     assert loss.data == str(prepared)
     for shown in (f"{loss.loss:.4f}", f"{loss.bits_per_byte:.4f}", results.model.weights[:16], f"{loss.tokens:,}"):
         assert shown in out
-    state = json.loads(next(folder.glob("checkpoints/*/state.json")).read_text())
-    assert results.model.weights == state["sha256"]["model.safetensors"]
+    assert results.model.weights == open_source(folder).sha256()
     code, again, _ = run(capsys, "eval", str(folder))
     assert code == 0
     assert calls == ["losses"]
@@ -197,7 +196,7 @@ def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_a
     missing = fails(capsys, there, "--data", benchmarks, "--tasks", "winogrande")
     assert "its weights are not here" in missing
     (there / "config.toml").unlink()  # nothing but eval/ came back
-    assert fails(capsys, there, *asked).startswith("error: " + str(there) + ": its tokenizer is not to be found")
+    assert fails(capsys, there, *asked).startswith("error: " + str(there) + ": there is no tokenizer.json in")
     assert run(capsys, "eval", str(there), *asked, "--tokenizer", str(prepared))[0] == 0
 
 
@@ -238,9 +237,9 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: 
     empty = tmp_path / "empty"
     empty.mkdir()
     for args, message in [
-        ((), "name a run folder or an export"),
-        ((tmp_path / "nothing",), "nothing: no such folder"),
-        ((empty,), "neither a run folder (config.toml) nor an export"),
+        ((), "name a run folder, a folded model or an export"),
+        ((tmp_path / "nothing",), "nothing: does not exist"),
+        ((empty,), "empty: no model in it"),
         ((folder, "--data", empty), "no tokens of the split 'val'"),
         ((folder, "--data", tmp_path / "nothing"), "no such file or folder"),
         ((folder, "--data", benchmarks / "mmlu"), "no tokens of the split 'val'"),

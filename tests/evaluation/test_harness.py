@@ -1,108 +1,143 @@
-"""The same numbers as lm-evaluation-harness gives with its own `hf` backend."""
+"""The same numbers as lm-evaluation-harness gives with its own `hf` backend, on an export, without angpt."""
 
+import dataclasses
+import json
 import math
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from angpt.data.tokenizers import load_tokenizer
-from angpt.evaluation.evaluate import Harness, Watch
-from angpt.evaluation.requests import Scored, Scores
-from angpt.evaluation.scoring import score
-from angpt.evaluation.subjects import of_transformers, open_subject
-from angpt.evaluation.tasks import PAPER, TASKS, write_configs
+from angpt.evaluation.evaluate import Evaluator, Harness, How, Watch, evaluate_tasks
+from angpt.evaluation.results import Results
+from angpt.evaluation.subjects import open_subject
+from angpt.evaluation.tasks import PAPER, TASKS, choose, write_configs
+from angpt.inference import store
+from angpt.inference.hf import export
+from angpt.inference.source import open_source
+from tests.evaluation.material import CONFIG, small_run
 
-transformers = pytest.importorskip("transformers")
-lm_eval = pytest.importorskip("lm_eval")
+pytest.importorskip("transformers")
+pytest.importorskip("lm_eval")
 
+ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 CONTEXT = 72
 """So short that some requests are cut."""
 
+HF_BACKEND = """
+import json, sys
+sys.modules["angpt"] = None  # an import of it is an error now
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+configs, tasks, *exports = sys.argv[1:]
+manager = TaskManager(include_defaults=False, include_path=configs)
+found = {}
+for path in exports:
+    model = HFLM(pretrained=path, trust_remote_code=True, dtype="float32", batch_size=3, device="cpu")
+    results = simple_evaluate(model, tasks=tasks.split(","), task_manager=manager, bootstrap_iters=2)["results"]
+    found[path] = {
+        task: {k.partition(",")[0]: v for k, v in results[task].items() if "," in k and not isinstance(v, str)}
+        for task in tasks.split(",")
+    }
+print("RESULTS " + json.dumps(found))
+"""
+
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model of transformers with random weights that are large enough to make a difference."""
-    folder = tmp_path_factory.mktemp("export") / "neox"
-    config = transformers.GPTNeoXConfig(
-        vocab_size=259, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=CONTEXT, initializer_range=0.5, bos_token_id=256, eos_token_id=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
-    load_tokenizer("bytes").save(str(folder / "tokenizer.json"))
-    return folder
+def runs(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    configs = {name: dataclasses.replace(CONFIG, architecture=name, context=CONTEXT) for name in ARCHITECTURES}
+    return {name: small_run(folder / name.replace("+", "plus"), prepared, config=c) for name, c in configs.items()}
 
 
 @pytest.fixture(scope="module")
-def hf(export: Path) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
-    model = transformers.GPTNeoXForCausalLM.from_pretrained(export)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(export / "tokenizer.json"), eos_token="<|endoftext|>"
-    )
-    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=CONTEXT, device="cpu")
+def exports(runs: dict[str, Path]) -> dict[str, Path]:
+    for path in runs.values():
+        export(open_source(path), path.with_name(f"{path.name}-hf"))
+    return {name: path.with_name(f"{path.name}-hf") for name, path in runs.items()}
 
 
-def theirs(hf: Any, name: str, benchmarks: Path, folder: Path, limit: int | None) -> dict[str, Any]:
-    from lm_eval.tasks import TaskManager
-
-    write_configs(TASKS[name], benchmarks, folder)
-    manager = TaskManager(include_defaults=False, include_path=str(folder))
-    found = lm_eval.simple_evaluate(hf, tasks=[name], task_manager=manager, limit=limit, bootstrap_iters=2)
-    return {key.partition(",")[0]: value for key, value in found["results"][name].items() if "," in key}
-
-
-def ours(export: Path, name: str, benchmarks: Path, limit: int | None) -> tuple[dict[str, float], Scores]:
-    subject = open_subject(export)
-    harness = Harness(benchmarks, limit, Watch(Console(quiet=True)))
-    requests = harness.requests(TASKS[name], subject.tokenizer(None))
-    answers = score(subject.load(torch.device("cpu"), torch.float32), requests.pairs, CONTEXT, 500)
-    scored = Scored(subject.model.weights, requests.digest, "fp32", "cpu", 0.0, answers.cut, answers.windowed)
-    scores = Scores(scored, answers.logprob, answers.greedy)
-    return harness.build(TASKS[name]).metrics(scores), scores
+@pytest.fixture(scope="module")
+def theirs(
+    exports: dict[str, Path], benchmarks: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Metrics by architecture and task."""
+    configs = tmp_path_factory.mktemp("configs")
+    for task in choose(PAPER):
+        write_configs(task, benchmarks, configs)
+    quiet = {"HF_HOME": str(tmp_path_factory.mktemp("hf")), "DISABLE_MULTIPROC": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", HF_BACKEND, str(configs), ",".join(PAPER), *map(str, exports.values())]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | quiet)
+    assert made.returncode == 0, made.stderr[-3000:]
+    line = next(line for line in made.stdout.splitlines() if line.startswith("RESULTS "))
+    found = json.loads(line.removeprefix("RESULTS "))
+    return {name: found[str(path)] for name, path in exports.items()}
 
 
-@pytest.mark.filterwarnings("ignore")  # of the harness and of transformers
-@pytest.mark.parametrize("name", PAPER)
-@pytest.mark.parametrize("limit", [None, 2])
+def evaluated(path: Path, benchmarks: Path) -> Results:
+    watch = Watch(Console(quiet=True))
+    subject = open_subject(path)
+    evaluator = Evaluator(subject, How.choose("cpu", "fp32", 500, None), watch)
+    evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, watch), subject.tokenizer(None))
+    return evaluator.results
+
+
+@pytest.fixture(scope="module")
+def ours(exports: dict[str, Path], benchmarks: Path) -> dict[str, Results]:
+    return {name: evaluated(path, benchmarks) for name, path in exports.items()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("task", PAPER)
 def test_metrics_are_those_of_the_hf_backend(
-    export: Path, hf: Any, benchmarks: Path, tmp_path: Path, name: str, limit: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("DISABLE_MULTIPROC", "1")
-    expected = theirs(hf, name, benchmarks, tmp_path, limit)
-    found, _ = ours(export, name, benchmarks, limit)
-    checked = 0
-    for key, value in expected.items():
-        if not isinstance(value, float | int) or (key.endswith("_stderr") and "perplexity" in key):
-            continue  # a bootstrap of few draws
-        assert found[key] == pytest.approx(value, rel=1e-5), key
-        checked += 1
-    assert checked >= 2
-    assert found[TASKS[name].metric] == pytest.approx(expected[TASKS[name].metric], rel=1e-5)
+    theirs: dict[str, dict[str, dict[str, float]]], ours: dict[str, Results], name: str, task: str
+) -> None:
+    result = ours[name].task(task)
+    assert result is not None
+    checked = {
+        key: value
+        for key, value in theirs[name][task].items()
+        if not (key.endswith("_stderr") and "perplexity" in key)  # a bootstrap of few draws
+    }
+    assert TASKS[task].metric in checked
+    assert len(checked) >= 2
+    for key, value in checked.items():
+        assert result.metrics[key] == pytest.approx(value, rel=1e-5), key
+    assert result.value == result.metrics[TASKS[task].metric]
 
 
-def test_some_requests_were_longer_than_the_context(export: Path, benchmarks: Path) -> None:
+def test_some_requests_were_longer_than_the_context(ours: dict[str, Results]) -> None:
     """Else the test above says nothing about them."""
-    assert ours(export, "mmlu", benchmarks, None)[1].scored.cut > 0
-    assert ours(export, "wikitext", benchmarks, None)[1].scored.windowed > 0
+    cut = {r.origin.task: (r.scored.cut, r.scored.windowed) for r in ours["angpt"].tasks}
+    assert cut["mmlu"][0] > 0
+    assert cut["wikitext"][1] > 0
 
 
-def test_the_model_is_asked_as_transformers_computes(export: Path) -> None:
-    model = transformers.GPTNeoXForCausalLM.from_pretrained(export).eval()
-    context, continuation = [3, 1, 4, 1, 5], [9, 2, 6]
-    with torch.no_grad():
-        table = model(torch.tensor([context + continuation])).logits[0].double().log_softmax(-1)
-    expected = sum(table[4 + i, token].item() for i, token in enumerate(continuation))
-    wrapped = of_transformers(model, torch.device("cpu"), torch.float32)
-    assert score(wrapped, [(context, continuation)], CONTEXT, 100).logprob[0] == pytest.approx(expected, rel=1e-5)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_run_its_export_and_its_folded_model_are_the_same(
+    runs: dict[str, Path], ours: dict[str, Results], benchmarks: Path, name: str
+) -> None:
+    run = runs[name]
+    source = open_source(run)
+    folded = run.with_name(f"{run.name}-folded")
+    store.save(folded, source.folded(), run, source.sha256(), source.training, source.tokenizer_path)
+    exported = ours[name]
+    for path, rel in ((run, 0.0), (folded, 1e-4)):
+        results = evaluated(path, benchmarks)
+        assert results.model.weights == exported.model.weights
+        for one, other in zip(results.tasks, exported.tasks, strict=True):
+            assert one.origin == other.origin
+            assert one.value == pytest.approx(other.value, rel=rel, abs=0)
 
 
 def byte_tokens(text: str) -> list[int]:

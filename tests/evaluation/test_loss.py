@@ -109,4 +109,4 @@ def test_a_diverged_model_is_named_as_such(prepared: Path) -> None:
     with torch.no_grad():
         model.W_e.weight.fill_(math.nan)
     with pytest.raises(UserError, match="not finite"):
-        losses(of_decoder(model, torch.device("cpu"), torch.float32), TokenData.open(prepared, "val"), CONTEXT, 100)
+        losses(of_decoder(model, torch.float32), TokenData.open(prepared, "val"), CONTEXT, 100)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from angpt.errors import UserError
 from angpt.evaluation.scoring import Model, Row, Target, batches, log_probabilities, rows, score, windows
+from angpt.evaluation.subjects import of_decoder
 from angpt.models.decoder import Decoder
 from tests.evaluation.material import CONFIG, small_decoder, small_model
 
@@ -127,17 +128,13 @@ def test_a_diverged_model_is_named_as_such() -> None:
     model = small_decoder()
     with torch.no_grad():
         model.W_e.weight[5] = math.nan
-    from angpt.evaluation.subjects import of_decoder
-
     with pytest.raises(UserError, match="not finite"):
-        score(of_decoder(model, torch.device("cpu"), torch.float32), [([5], [6])], CONTEXT, 100)
+        score(of_decoder(model, torch.float32), [([5], [6])], CONTEXT, 100)
 
 
 def test_bf16_is_near_fp32() -> None:
-    from angpt.evaluation.subjects import of_decoder
-
     pairs = random_pairs(20, 30)
     exact = score(small_model(), pairs, CONTEXT, 500).logprob
-    rough = score(of_decoder(small_decoder(), torch.device("cpu"), torch.bfloat16), pairs, CONTEXT, 500).logprob
+    rough = score(of_decoder(small_decoder(), torch.bfloat16), pairs, CONTEXT, 500).logprob
     assert not np.array_equal(exact, rough)
     np.testing.assert_allclose(rough, exact, rtol=0.01)
