@@ -156,16 +156,17 @@ def lines(models: Sequence[Results]) -> list[Line]:
     return found
 
 
+FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
+"""How numbers up to a size are written."""
+
+
 def number(value: tuple[float, float | None] | None) -> str:
     """0.2562 ± 0.0102."""
     if value is None:
         return "–"
     mean, stderr = value
-    text = f"{mean:.4f}" if abs(mean) < 100 else f"{mean:.2f}" if abs(mean) < 1e6 else f"{mean:.3g}"
-    if stderr is None:
-        return text
-    digits = len(text.partition(".")[2]) if "e" not in text else None
-    return f"{text} ± {stderr:.{digits}f}" if digits is not None else f"{text} ± {stderr:.2g}"
+    form = next((form for limit, form in FORMS if abs(mean) < limit), ".3g")
+    return f"{mean:{form}}" if stderr is None else f"{mean:{form}} ± {stderr:{form}}"
 
 
 def show(models: Sequence[Results], console: Console) -> None:

@@ -80,7 +80,7 @@ def test_what_cannot_be_compared_stands_in_rows_of_its_own() -> None:
 
 def test_numbers_read_well() -> None:
     assert number((0.61234, 0.01136)) == "0.6123 ± 0.0114"
-    assert number((36.9154, None)) == "36.9154"
+    assert number((36.9154, None)) == "36.915"
     assert number((368672.8793, 270.5)) == "368672.88 ± 270.50"
     assert number((1.234e10, 2.6e9)) == "1.23e+10 ± 2.6e+09"
     assert number(None) == "–"
