@@ -16,8 +16,8 @@ from angpt.evaluation.requests import Tokens
 Progress = Callable[[int, int], None]
 """Is told how much is done, and of how much."""
 
-LOGITS = {"cuda": 2**29, "cpu": 2**22}
-"""Entries of logits at a time. Pieces that fit into a cache are twice as fast on the CPU."""
+LOGITS = {"cuda": 2**29, "cpu": 2**24}
+"""Entries of logits at a time."""
 
 
 @dataclass(frozen=True)
