@@ -6,7 +6,7 @@ scores. The second step needs neither the harness nor the data of the task and c
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,9 +113,12 @@ class Evaluator:
         with self.watch.bar(f"loading {self.subject.path}"):
             return self.subject.load(self.how.device, self.how.dtype)
 
-    def save(self, results: Results) -> None:
-        self.results = results
-        write_results(self.subject.path, results)
+    def save(self, change: Callable[[Results], Results] = lambda results: results) -> None:
+        """Add to what is in the folder now, where another process may have added something of its own."""
+        there = read_results(self.subject.path)
+        same = there is not None and there.model.weights == self.subject.model.weights
+        self.results = change(there if there is not None and same else self.results)
+        write_results(self.subject.path, self.results)
 
     def loss(self, folder: Path) -> None:
         """Loss on the validation split of a prepared folder."""
@@ -153,7 +156,7 @@ class Evaluator:
             device=how.device_name,
             seconds=time.perf_counter() - start,
         )
-        self.save(self.results.with_loss(result))
+        self.save(lambda results: results.with_loss(result))
         self.watch.note(f"  {folder}: loss {result.loss:.4f} over {result.tokens:,} tokens")
 
     def score(self, requests: Requests) -> Scores:
@@ -187,7 +190,7 @@ class Evaluator:
         )
         scores = Scores(scored, found.logprob, found.greedy)
         scores.save(path)
-        write_results(self.subject.path, self.results)  # says whose scores these are
+        self.save()  # it says whose scores these are
         self.watch.note(f"  {task}: {len(requests):,} requests scored in {seconds:.1f} s")
         return scores
 
@@ -201,19 +204,16 @@ class Evaluator:
         scores = self.score(requests)
         metrics = built.metrics(scores)
         origin, scored, metric = requests.origin, scores.scored, built.task.metric
-        self.save(
-            self.results.with_task(
-                TaskResult(
-                    origin=origin,
-                    metric=metric,
-                    value=metrics[metric],
-                    stderr=metrics.get(f"{metric}_stderr"),
-                    metrics=metrics,
-                    samples=requests.samples,
-                    scored=scored,
-                )
-            )
+        result = TaskResult(
+            origin=origin,
+            metric=metric,
+            value=metrics[metric],
+            stderr=metrics.get(f"{metric}_stderr"),
+            metrics=metrics,
+            samples=requests.samples,
+            scored=scored,
         )
+        self.save(lambda results: results.with_task(result))
         notes = f"; {scored.cut:,} requests were cut on the left to fit the context" if scored.cut else ""
         if scored.windowed and metric != "word_perplexity":  # for which that is the rule
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"

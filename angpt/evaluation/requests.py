@@ -134,10 +134,13 @@ class Scores:
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    save_file(arrays, part, metadata={"about": json.dumps(asdict(about))})
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(arrays, part, metadata={"about": json.dumps(asdict(about))})
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be written ({error})") from error
 
 
 def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], T]:

@@ -106,8 +106,12 @@ def read_results(folder: Path) -> Results | None:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FOLDER / RESULTS, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+    path = folder / FOLDER / RESULTS
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error})") from error
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,34 @@ def test_without_the_harness_the_extra_is_named(folder: Path, benchmarks: Path) 
     assert "this needs lm_eval: pip install 'angpt[eval]'" in words(made.stderr)
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(
+    capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, tmp_path: Path
+) -> None:
+    (folder / "eval").write_text("in the way")
+    assert "eval/results.json: cannot be written" in fails(capsys, folder)
+    asked = (folder, "--data", benchmarks, "--tasks", "piqa")
+    assert "cannot be written" in fails(capsys, *asked)
+    assert "piqa.safetensors: cannot be written" in fails(capsys, *asked, "--write-requests", folder / "eval")
+
+
+def test_two_processes_add_to_the_same_results(
+    capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, benchmarks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one computes a loss, another finishes a task."""
+    original = module.losses
+
+    def meanwhile(*args: object) -> object:
+        monkeypatch.setattr(module, "losses", original)
+        assert run(capsys, "eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa")[0] == 0
+        return original(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "losses", meanwhile)
+    assert run(capsys, "eval", str(folder), "--data", str(prepared))[0] == 0
+    results = read_results(folder)
+    assert results is not None
+    assert (len(results.losses), len(results.tasks)) == (1, 1)
+
+
 def test_the_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
