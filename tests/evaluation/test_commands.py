@@ -134,6 +134,22 @@ def test_a_limit_is_told_and_not_mistaken_for_the_whole(
     assert calls == ["score"] * 4
 
 
+def test_a_precision_that_is_asked_for_is_had(
+    capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, calls: list[str]
+) -> None:
+    """Otherwise whatever is there will do: here it is fp32, and scores from a GPU are bf16."""
+    args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "wikitext")
+    found = []
+    for options in ((), ("--precision", "bf16"), (), ("--precision", "fp32")):
+        assert run(capsys, *args, *options)[0] == 0
+        results = read_results(folder)
+        assert results is not None
+        found.append((results.tasks[0].scored.precision, results.tasks[0].value))
+    assert [precision for precision, _ in found] == ["fp32", "bf16", "bf16", "fp32"]
+    assert found[0] == found[3] != found[1]
+    assert calls == ["score"] * 3
+
+
 def test_new_weights_are_evaluated_anew(
     capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, benchmarks: Path, calls: list[str]
 ) -> None:
