@@ -23,7 +23,16 @@ from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.requests import Origin, Requests, Scored, Scores
-from angpt.evaluation.results import FOLDER, SCORES, LossResult, Results, TaskResult, read_results, write_results
+from angpt.evaluation.results import (
+    FOLDER,
+    SCORES,
+    LossResult,
+    Results,
+    TaskResult,
+    number,
+    read_results,
+    write_results,
+)
 from angpt.evaluation.scoring import Model, Progress, score
 from angpt.evaluation.subjects import Subject
 from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
@@ -218,7 +227,8 @@ class Evaluator:
         if scored.windowed and metric != "word_perplexity":  # for which that is the rule
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
         of = "" if origin.limit is None else f" of {built.task.samples:,}"
-        self.watch.note(f"  {origin.task}: {metric} {metrics[metric]:.4f} over {requests.samples:,}{of} samples{notes}")
+        value = number((result.value, result.stderr))
+        self.watch.note(f"  {origin.task}: {metric} {value} over {requests.samples:,}{of} samples{notes}")
 
 
 class Harness:
