@@ -16,8 +16,8 @@ from angpt.evaluation.requests import Tokens
 Progress = Callable[[int, int], None]
 """Is told how much is done, and of how much."""
 
-LOGITS = {"cuda": 2**29, "cpu": 2**24}
-"""Entries of logits at a time."""
+LOGITS = {"cuda": 2**29, "cpu": 2**22}
+"""Entries of logits at a time, but those of 256 positions at least."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Model:
 
 def log_probabilities(model: Model, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The log-probability of each target (N) after its state (N, d), and whether it is the likeliest token."""
-    size = max(1, LOGITS[model.device.type] // model.vocab_size)
+    size = max(256, LOGITS[model.device.type] // model.vocab_size)
     values, hits = [], []
     for part, wanted in zip(torch.split(states, size), torch.split(targets, size), strict=True):
         logits = model.head(part)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from angpt.errors import UserError
+from angpt.evaluation import scoring
 from angpt.evaluation.scoring import Model, Row, Target, batches, log_probabilities, rows, score, windows
 from angpt.evaluation.subjects import of_decoder
 from angpt.models.decoder import Decoder
@@ -117,11 +119,14 @@ def test_a_long_text_is_the_sum_over_its_windows() -> None:
 
 def test_logits_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
-    h, targets = torch.randn(13, 16), torch.arange(13)
+    h, targets = torch.randn(600, 16), torch.arange(600) % 256
     whole = log_probabilities(model, h, targets)
-    monkeypatch.setitem(__import__("angpt.evaluation.scoring").evaluation.scoring.LOGITS, "cpu", 3 * model.vocab_size)
-    for a, b in zip(log_probabilities(model, h, targets), whole, strict=True):
+    sizes: list[int] = []
+    monkeypatch.setitem(scoring.LOGITS, "cpu", 1)
+    noted = dataclasses.replace(model, head=lambda part: sizes.append(len(part)) or model.head(part))
+    for a, b in zip(log_probabilities(noted, h, targets), whole, strict=True):
         torch.testing.assert_close(a, b)
+    assert sizes == [256, 256, 88]
 
 
 def test_a_diverged_model_is_named_as_such() -> None:
@@ -138,3 +143,12 @@ def test_bf16_is_near_fp32() -> None:
     rough = score(of_decoder(small_decoder(), torch.bfloat16), pairs, CONTEXT, 500).logprob
     assert not np.array_equal(exact, rough)
     np.testing.assert_allclose(rough, exact, rtol=0.01)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
+def test_a_gpu_finds_the_same(dtype: torch.dtype, rtol: float) -> None:
+    pairs = [*random_pairs(50, 30), *random_pairs(10, 2 * CONTEXT, seed=1)]
+    exact = score(small_model(), pairs, CONTEXT, 500)
+    found = score(of_decoder(small_decoder().cuda(), dtype), pairs, CONTEXT, 500)
+    np.testing.assert_allclose(found.logprob, exact.logprob, rtol=rtol)
