@@ -15,6 +15,7 @@ from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
+from angpt.evaluation.commands import evaluate
 from angpt.inference.commands import export_hf, fold_command, generate_command, import_hf
 from angpt.studies.commands import compare_command, report
 from angpt.training.commands import train_command
@@ -31,6 +32,7 @@ bench.command(name="data")(benches.data)
 bench.command(name="decode")(benches.decode)
 app.command(name="report")(report)
 app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
+app.command(name="eval")(evaluate)
 app.command(name="fold")(fold_command)
 app.command(name="generate")(generate_command)
 for verb, command, text in (
@@ -44,7 +46,11 @@ app.command(data, name="data", help="Text to tokens: prepare a folder to train f
 out = Console()
 err = Console(stderr=True)
 
-EXTRAS = {"report": ("scipy", "matplotlib", "jinja2"), "data": ("datasets", "pyarrow")}
+EXTRAS = {
+    "report": ("scipy", "matplotlib", "jinja2"),
+    "data": ("datasets", "pyarrow"),
+    "eval": ("lm_eval", "transformers"),
+}
 """Optional packages, by the extra that installs them."""
 
 DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, the approximately normalized transformer.

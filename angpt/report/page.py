@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from angpt.report.chart import Absent, Chart, Drawn, write_chart
+from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.layer_figures import alphas, input_norms, row_norms
 from angpt.report.records import Study, read_study
@@ -58,6 +59,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         keep_trailing_newline=True,
     )
     environment.globals["text"] = text
+    environment.globals["cell"] = cell
     environment.filters["tied"] = text.tied
     page = environment.get_template("template.html").render(
         name=study.resolve().name,
@@ -68,6 +70,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         groups=_groups(result),
         colors={a: look.color for a, look in looks(result.architectures).items()},
         figures=drawn,
+        evaluations=read_evaluations(material),
         samples=make_samples(material),
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
         f"{TEMPERATURE:g} among the {TOP_K} likeliest tokens, seed {SEED}",

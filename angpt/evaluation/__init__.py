@@ -1,0 +1,1 @@
+"""How good a model is: loss on prepared data, and the paper's tasks through lm-evaluation-harness."""

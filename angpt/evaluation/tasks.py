@@ -1,0 +1,147 @@
+"""The tasks of the paper's table as lm-evaluation-harness knows them, from the hub or from a local folder."""
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from angpt.errors import UserError, nearest
+
+FORMS = ("{}.parquet", "{}-*.parquet")
+"""Names of the files of a split."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, with the metric that the table shows and the number of documents that it must have."""
+
+    name: str
+    """In the harness, and for `--tasks`."""
+    label: str
+    metric: str
+    """As the harness names it."""
+    samples: int
+    split: Literal["validation", "test"]
+    folder: str
+    """Below a local folder of benchmarks."""
+    config: str
+    """The built-in file, below lm_eval/tasks."""
+
+    @property
+    def higher(self) -> bool:
+        return self.metric == "acc"
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("piqa", "PIQA", "acc", 1_838, "validation", "piqa", "piqa/piqa.yaml"),
+        Task("arc_easy", "ARC-Easy", "acc", 2_376, "test", "arc_easy", "arc/arc_easy.yaml"),
+        Task("arc_challenge", "ARC-Challenge", "acc", 1_172, "test", "arc_challenge", "arc/arc_challenge.yaml"),
+        Task("hellaswag", "HellaSwag", "acc", 10_042, "validation", "hellaswag", "hellaswag/hellaswag.yaml"),
+        Task("lambada_openai", "LAMBADA", "perplexity", 5_153, "test", "lambada_openai", "lambada/lambada_openai.yaml"),
+        Task("wikitext", "WikiText", "word_perplexity", 62, "test", "wikitext2", "wikitext/wikitext.yaml"),
+        Task("winogrande", "WinoGrande", "acc", 1_267, "validation", "winogrande", "winogrande/default.yaml"),
+        Task("mmlu", "MMLU", "acc", 14_042, "test", "mmlu", "mmlu/default/_mmlu.yaml"),
+    )
+}
+"""In the order of the paper's table, which has all of them but ARC-Challenge."""
+
+PAPER = tuple(name for name in TASKS if name != "arc_challenge")
+
+
+def choose(names: Sequence[str]) -> list[Task]:
+    """Tasks by name, in the order of the table; `paper` stands for those of the paper."""
+    for name in names:
+        if name not in (*TASKS, "paper"):
+            raise UserError(f"unknown task {name!r}: {nearest(name, [*TASKS, 'paper'])}")
+    wanted = {*names, *(PAPER if "paper" in names else ())}
+    return [task for name, task in TASKS.items() if name in wanted]
+
+
+def is_benchmarks(path: Path) -> bool:
+    """Whether a folder holds the data of any task."""
+    return any((path / task.folder).is_dir() for task in TASKS.values())
+
+
+def local_files(task: Task, data: Path) -> dict[str, dict[str, list[str]]]:
+    """The files of a task below a local folder: by part (the subjects of MMLU, else the task), then by split."""
+    folder = data / task.folder
+    if not folder.is_dir():
+        there = [name for name, other in TASKS.items() if (data / other.folder).is_dir()]
+        raise UserError(
+            f"{folder}: no such folder, so there is no data for {task.name}; "
+            + (f"choose among {' '.join(there)} with --tasks" if there else "docs/evaluation.md shows the layout")
+        )
+    if task.name != "mmlu":
+        return {task.name: {task.split: _split(folder, task.split)}}
+    return {name: {split: _split(folder / name, split) for split in ("test", "dev")} for name in _subjects(task)}
+
+
+def data_digest(task: Task, data: Path | None) -> str:
+    """Of the contents of a task's files; `hub` where they come from there."""
+    if data is None:
+        return "hub"
+    found = {
+        part: {split: [hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in paths] for split, paths in of.items()}
+        for part, of in local_files(task, data).items()
+    }
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def harness_version() -> str:
+    return version("lm_eval")
+
+
+def write_configs(task: Task, data: Path | None, folder: Path) -> None:
+    """Task files for the harness: each includes a built-in one and, for local data, says where that lies.
+
+    Only these are read, since looking through all tasks of the harness takes longer than most of them.
+    """
+    configs = {task.name: _root() / task.config}
+    if task.name == "mmlu":
+        groups = sorted((_root() / task.config).parent.glob("_mmlu*.yaml"))
+        configs = _subjects(task) | {path.stem: path for path in groups}
+    files = {} if data is None else local_files(task, data)
+    for name, include in configs.items():
+        change = {} if name not in files else {
+            # Explicit files of a plain format: what `datasets` makes of a folder depends on what lies beside them.
+            "dataset_path": "parquet",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": files[name]},
+            # No examples are shown, so that the splits which they would be taken from need not be there.
+            "training_split": None,
+            "validation_split": "validation" if task.split == "validation" else None,
+        }  # fmt: skip
+        # JSON is YAML, and needs no rules for quoting.
+        (folder / f"{name}.yaml").write_text(json.dumps({"include": str(include), **change}), encoding="utf-8")
+
+
+def _split(folder: Path, split: str) -> list[str]:
+    paths = sorted(str(path.resolve()) for form in FORMS for path in folder.glob(form.format(split)))
+    if not paths:
+        raise UserError(f"{folder}: has no {split}.parquet, which the task needs; docs/evaluation.md shows the layout")
+    return paths
+
+
+def _root() -> Path:
+    """The tasks of the harness; without importing it, which takes seconds."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
+    return Path(spec.origin).parent / "tasks"
+
+
+def _subjects(task: Task) -> dict[str, Path]:
+    """The built-in files of MMLU's subjects, by the name of their data."""
+    found = {}
+    for path in sorted((_root() / task.config).parent.glob("mmlu_*.yaml")):
+        name = re.search(r'^"?dataset_name"?:\s*"?(\w+)"?', path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert name is not None, f"{path}: no dataset_name"
+        found[name[1]] = path
+    return found
