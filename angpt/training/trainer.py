@@ -34,6 +34,7 @@ from angpt.training import checkpoint
 from angpt.training.engine import Engine
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 from angpt.training.layers import layer_scalars
+from angpt.training.moments import MomentRecorder, default_interval
 from angpt.training.plan import Plan, make_plan
 from angpt.training.reporter import Reporter
 from angpt.training.run import MetricsWriter, Run, Status, Summary, environment
@@ -116,6 +117,9 @@ class Trainer:
         self.metrics_bytes = 0
         self.val_loss: float | None = None
         self.pending: list[tuple[int, Tensor, Tensor]] = []
+        self.moments: MomentRecorder | None = None
+        if self.config.record_moments:
+            self.moments = MomentRecorder(self.optimizer, self.model.matrices(), default_interval(plan.steps))
 
     def load(self, path: Path) -> None:
         """Take over the state of a checkpoint."""
@@ -191,6 +195,8 @@ class Trainer:
                 loss, norm = self.train_step(next(batches))
                 self.step += 1
                 self.pending.append((self.step, loss, norm))
+                if self.moments is not None:
+                    self.moments.note(self.step)
                 last, stop = self.step == plan.steps, interrupted()
                 evaluate = last or self.step % plan.eval_every == 0
                 layers = plan.layers_every > 0 and (last or self.step % plan.layers_every == 0)
@@ -249,6 +255,8 @@ class Trainer:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.metrics.sync()
                 raise Diverged(step)
+        for step, variances in self.moments.drain() if self.moments is not None else ():
+            self.write("moments", step, **variances)
         self.metrics.flush()
         self.pending.clear()
         self.reporter.train(self.step, losses[-1], tokens_per_s)

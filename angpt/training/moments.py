@@ -1,0 +1,65 @@
+"""The variance of Adam's first moment, recorded through training: how restless the direction of the updates is.
+
+V(m_t) is the variance over the entries of one matrix. What the paper plots, each step's part of the sum over all steps,
+is made from these records by `angpt.analysis.moments`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+RECORDS = 200
+"""Records that a long run leaves."""
+CLOSEST = 5
+"""Fewest steps between two of them: a record reads every first moment once, which is little beside a step but not
+nothing where steps are short."""
+
+
+def default_interval(steps: int) -> int:
+    """Steps between records: a 200th of the run, but at least 5."""
+    return max(CLOSEST, math.ceil(steps / RECORDS))
+
+
+class MomentRecorder:
+    """Notes the variances after a step without waiting for the device; they are read when the losses are."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, matrices: Mapping[str, nn.Parameter], every: int) -> None:
+        self.optimizer, self.every = optimizer, every
+        self.parameters = list(matrices.values())
+        self.groups = [matrix_group(name) for name in matrices]
+        self.pending: list[tuple[int, Tensor]] = []
+
+    def due(self, step: int) -> bool:
+        """After the first step, and then at every interval."""
+        return step == 1 or step % self.every == 0
+
+    @torch.no_grad()
+    def note(self, step: int) -> None:
+        """Called after every step (counted from 1)."""
+        if self.due(step):
+            moments = (self.optimizer.state[p]["exp_avg"] for p in self.parameters)
+            self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
+
+    def drain(self) -> Iterator[tuple[int, dict[str, list[float] | float]]]:
+        """What was noted since the last call: for each group the variances over layers, or a number for what the model
+        has once."""
+        for step, variances in self.pending:
+            values: dict[str, list[float] | float] = {}
+            for (group, layer), value in zip(self.groups, variances.tolist(), strict=True):
+                if layer is None:
+                    values[group] = value
+                else:
+                    of_layers = values.setdefault(group, [])
+                    assert isinstance(of_layers, list)
+                    of_layers.append(value)
+            yield step, values
+        self.pending.clear()
+
+
+def matrix_group(name: str) -> tuple[str, int | None]:
+    """The group of a matrix and its layer, counted from 0: `blocks.3.W_p.weight` is (W_p, 3), `W_e.weight` (W_e, None)."""
+    parts = name.split(".")
+    layer = int(parts[1]) if parts[0] == "blocks" else None
+    return parts[-2], layer
