@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.style
 from matplotlib.axes import Axes
@@ -107,14 +107,14 @@ def token_axis(axes: Axes) -> None:
     axes.locator_params(axis="x", nbins=5)
 
 
-def plain_log_axis(axes: Axes) -> None:
-    """A logarithmic y axis labelled with plain numbers."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
+def plain_log_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """A logarithmic axis labelled with plain numbers."""
+    axes.set(**{f"{which}scale": "log"})
+    axis, (low, high) = (axes.yaxis, axes.get_ylim()) if which == "y" else (axes.xaxis, axes.get_xlim())
     # Powers of ten alone would be too few labels for a short axis.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def outer_labels(axes: list[Axes], narrow: bool) -> None:

@@ -12,8 +12,8 @@ from angpt.models.primitives import LearnedScale, Linear, RMSNorm, wide
 @torch.no_grad()
 def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     """`input_norm`: mean length of the residual stream as it enters each layer, and after the last. For each learned
-    scale its mean, for each matrix the mean length of its rows, for each γ its length; a list over layers, or a number
-    for what the model has once."""
+    scale its mean (and for α, whose entries may have either sign, the mean of their size as well), for each matrix the
+    mean length of its rows, for each γ its length; a list over layers, or a number for what the model has once."""
     h, ctx = model.start(tokens)
     lengths = [_mean_length(h)]
     for block in model.blocks:
@@ -23,6 +23,8 @@ def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
         for name, part in block.named_children():
             if (value := _scalar(part)) is not None:
                 rows.setdefault(name, []).append(value)
+            if isinstance(part, LearnedScale) and name.startswith("alpha"):
+                rows.setdefault(f"{name}_size", []).append(part().abs().mean())
     single = {name: value for name, part in model.named_children() if (value := _scalar(part)) is not None}
     return {
         "input_norm": torch.stack(lengths).tolist(),

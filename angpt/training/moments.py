@@ -59,7 +59,7 @@ class MomentRecorder:
 
 
 def matrix_group(name: str) -> tuple[str, int | None]:
-    """The group of a matrix and its layer, counted from 0: `blocks.3.W_p.weight` is (W_p, 3), `W_e.weight` (W_e, None)."""
+    """Group and layer (from 0) of a matrix: `blocks.3.W_p.weight` is (W_p, 3), `W_e.weight` is (W_e, None)."""
     parts = name.split(".")
     layer = int(parts[1]) if parts[0] == "blocks" else None
     return parts[-2], layer

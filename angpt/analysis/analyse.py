@@ -1,0 +1,224 @@
+"""All measurements of several runs as plain data: `analysis.json` is this, and tables and figures show nothing else."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from angpt.analysis import learned, moments, norms, robustness
+from angpt.analysis.attention import AttentionProbe, LayerAttention
+from angpt.analysis.factors import FactorInTheWild, FactorProbe
+from angpt.analysis.history import History
+from angpt.analysis.inputs import Source, conditions, text_batches, token_counts
+from angpt.analysis.probe import Probe, observe
+from angpt.config import TrainConfig, from_dict
+from angpt.data.shards import TokenData
+from angpt.errors import UserError, nearest
+from angpt.inference.generate import load_model
+from angpt.studies.text import label
+from angpt.system import write_atomically
+from angpt.training import checkpoint
+from angpt.training.plan import MICRO_TOKENS, rule_for
+from angpt.training.run import Run
+
+PARTS = ("norms", "factors", "learned", "moments", "robustness", "attention")
+"""What can be asked of a run. `toy`, the examples of the paper's section 3, needs none."""
+
+TOKENS = 16_384
+"""Validation tokens over which is averaged: the means are good to under 1 %, in seconds on a laptop."""
+SHIFTED = 8
+"""Each kind of unusual input gets this part of them."""
+
+Tick = Callable[[str, int, int], None]
+"""Hears of progress: the name of a run, tokens done, tokens in all."""
+
+
+@dataclass(frozen=True)
+class RunAnalysis:
+    """Everything that was measured of one run. A part that was not asked for, or cannot be, is None."""
+
+    run: str
+    """Name of its folder."""
+    architecture: str
+    label: str
+    """How it is called in tables and figures, different for each run."""
+    step: int
+    """Steps that the checkpoint has seen."""
+    fingerprint: str
+    """Checksum of its parameters."""
+    parameters: int
+    layers: int
+    context: int
+    tokens: int
+    """Trained tokens."""
+    measured_tokens: int
+    """Validation tokens that were measured on, in each part that needs text."""
+    loss: float | None
+    """On them."""
+    norms: norms.Norms | None
+    factors: tuple[FactorInTheWild, ...] | None
+    learned: learned.Learned | None
+    moments: moments.Moments | None
+    robustness: robustness.Robustness | None
+    attention: tuple[LayerAttention, ...] | None
+
+
+@dataclass(frozen=True)
+class Analysis:
+    runs: tuple[RunAnalysis, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        try:
+            return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, UserError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); remove it and analyse again") from error
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")
+
+
+def analyse(
+    runs: Sequence[Path],
+    parts: Sequence[str] = PARTS,
+    *,
+    data: str | None = None,
+    tokens: int = TOKENS,
+    device: str = "auto",
+    tick: Tick = lambda run, done, total: None,
+) -> Analysis:
+    """Measure the newest checkpoint of each run on validation text, and read what the run recorded."""
+    for part in parts:
+        if part not in PARTS:
+            raise UserError(f"unknown part {part!r}: {nearest(part, PARTS)}")
+    if tokens < 1:
+        raise UserError(f"tokens = {tokens}: at least one is needed")
+    if not runs:
+        raise UserError("name at least one run folder")
+    where = choose_device(device)
+    names = labels([(path, Run.open(path).config()) for path in runs])
+    return Analysis(
+        tuple(
+            analyse_run(path, parts, name, data=data, tokens=tokens, device=where, tick=tick)
+            for path, name in zip(runs, names, strict=True)
+        )
+    )
+
+
+def analyse_run(
+    path: Path,
+    parts: Sequence[str],
+    name: str,
+    *,
+    data: str | None,
+    tokens: int,
+    device: torch.device,
+    tick: Tick = lambda run, done, total: None,
+) -> RunAnalysis:
+    """One run. What needs the text goes through the model once, for all parts together."""
+    run = Run.open(path)
+    config, state = run.config(), newest_state(run)
+    history = History.read(run, "layers")
+    needs_text = any(part in parts for part in ("norms", "factors", "robustness", "attention"))
+    needs_data = needs_text or "learned" in parts
+    model = load_model(path).to(device)
+    bf16, batch_tokens = device.type == "cuda", MICRO_TOKENS[device.type]
+    source = open_source(config, data, state) if needs_data else None
+    counts = None if source is None else token_counts(source.train, source.vocab_size)
+
+    stream, factors, attention = norms.NormProbe(len(model.blocks)), FactorProbe(), AttentionProbe()
+    probes: list[Probe] = [stream] if "norms" in parts or "robustness" in parts else []
+    probes += [factors] if "factors" in parts else []
+    probes += [attention] if "attention" in parts else []
+    measured, loss, robust = 0, None, None
+    if source is not None and needs_text:
+        total = max(1, tokens // source.context) * source.context
+        unusual = []
+        if "robustness" in parts:
+            assert counts is not None
+            unusual = conditions(source, max(1, tokens // SHIFTED), counts)
+            total += sum(c.tokens.size for c in unusual if hasattr(c, "tokens"))
+
+        def done(count: int) -> None:
+            nonlocal measured
+            measured += count
+            tick(path.name, measured, total)
+
+        loss = observe(model, text_batches(source, tokens, batch_tokens), probes, bf16=bf16, tick=done)
+        measured_text = measured
+        if "robustness" in parts:
+            base = robustness.text_shift(stream.stream(), loss, measured_text // source.context, source.context)
+            robust = robustness.compare(model, base, unusual, batch_tokens, bf16=bf16, tick=done)
+        measured = measured_text
+    optimizer = config.optimizer
+    warmup = rule_for(config.model.architecture).warmup if optimizer.warmup is None else optimizer.warmup
+    return RunAnalysis(
+        run=path.resolve().name,
+        architecture=config.model.architecture,
+        label=name,
+        step=state.step,
+        fingerprint=state.sha256[checkpoint.MODEL],
+        parameters=model.parameter_count(),
+        layers=len(model.blocks),
+        context=config.model.context,
+        tokens=state.step * (config.batch_tokens or 0),
+        measured_tokens=measured,
+        loss=loss,
+        norms=norms.collect(model, stream, history) if "norms" in parts else None,
+        factors=factors.results() if "factors" in parts else None,
+        learned=learned.measure(model, counts, history) if "learned" in parts else None,
+        moments=moments.measure(History.read(run, "moments"), warmup) if "moments" in parts else None,
+        robustness=robust,
+        attention=attention.results() if "attention" in parts else None,
+    )
+
+
+def newest_state(run: Run) -> checkpoint.State:
+    newest = checkpoint.newest(run.checkpoints)
+    if newest is None:
+        raise UserError(f"{run.path}: no good checkpoint in {run.checkpoints}; train the run, or go on with --resume")
+    return checkpoint.read_state(newest, verify=False)
+
+
+def open_source(config: TrainConfig, data: str | None, state: checkpoint.State) -> Source:
+    """The text of a run, or other text that was made with the same tokenizer."""
+    path, vocab = data or config.data.path, config.model.vocab_size
+    train, val = TokenData.open(path, "train"), TokenData.open(path, "val")
+    ours, theirs = train.tokenizer_fingerprint, state.tokenizer_fingerprint
+    if ours is not None and theirs is not None and ours != theirs:
+        raise UserError(f"{path}: was made with another tokenizer than the run was trained with; choose another --data")
+    for split in (train, val):
+        if split.max_token >= vocab:
+            raise UserError(
+                f"{path}: the {split.split} split has token {split.max_token}, but the model's vocabulary has {vocab}; "
+                "choose the --data that belongs to the run"
+            )
+    return Source(train, val, config.model.context, vocab, config.data.mask_documents)
+
+
+def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:
+    """A name for each run: its architecture, whether it is without the warm-up that is usual for it, and the name of
+    its folder where that does not tell it from another."""
+    names = []
+    for _, config in runs:
+        name = label(config.model.architecture)
+        without = config.optimizer.warmup == 0 and rule_for(config.model.architecture).warmup > 0
+        names.append(f"{name} without warm-up" if without else name)
+    return [
+        f"{name} ({path.resolve().name})" if names.count(name) > 1 else name
+        for name, (path, _) in zip(names, runs, strict=True)
+    ]
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in MICRO_TOKENS:
+        raise UserError(f"device = {name!r}: {nearest(name, [*MICRO_TOKENS, 'auto'])}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
+    return torch.device(name)

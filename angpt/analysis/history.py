@@ -1,0 +1,61 @@
+"""What a run recorded of its layers through training, as plain data."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from angpt.errors import UserError
+from angpt.training.run import Run
+
+
+@dataclass(frozen=True)
+class History:
+    """Values of each layer at several times; a value that the model has once counts as one layer."""
+
+    steps: tuple[int, ...]
+    tokens: tuple[int, ...]
+    values: dict[str, tuple[tuple[float, ...], ...]]
+    """By name: for each time a value per layer."""
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls((), (), {})
+
+    @classmethod
+    def read(cls, run: Run, kind: Literal["layers", "moments"]) -> Self:
+        """From metrics.jsonl; a record with a value that was not finite is left out."""
+        try:
+            records = [record for record in run.records() if record["kind"] == kind]
+            return cls.of(record for record in records if not _has_null(record))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
+
+    @classmethod
+    def of(cls, records: Iterable[dict[str, Any]]) -> Self:
+        found = list(records)
+        names = [name for name in (found[0] if found else {}) if name not in ("kind", "step", "tokens")]
+        return cls(
+            steps=tuple(int(record["step"]) for record in found),
+            tokens=tuple(int(record["tokens"]) for record in found),
+            values={name: tuple(_listed(record[name]) for record in found) for name in names},
+        )
+
+    def only(self, *starts: str) -> Self:
+        """The values whose names start so."""
+        chosen = {name: values for name, values in self.values.items() if name.startswith(starts)}
+        return type(self)(self.steps, self.tokens, chosen)
+
+    def records(self) -> tuple[dict[str, Any], ...]:
+        """One dictionary per time, as they were recorded."""
+        return tuple(
+            {"step": step, "tokens": tokens, **{name: list(values[i]) for name, values in self.values.items()}}
+            for i, (step, tokens) in enumerate(zip(self.steps, self.tokens, strict=True))
+        )
+
+
+def _listed(value: Any) -> tuple[float, ...]:
+    return tuple(float(v) for v in (value if isinstance(value, list) else [value]))
+
+
+def _has_null(record: dict[str, Any]) -> bool:
+    return any(value is None or (isinstance(value, list) and None in value) for value in record.values())

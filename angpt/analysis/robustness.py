@@ -1,0 +1,122 @@
+"""Part 5, robustness: the residual stream and the loss on inputs unlike any training text."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from angpt.analysis.inputs import Condition, Missing, condition_batches
+from angpt.analysis.probe import Stats, StreamProbe, finite, observe, ratio
+from angpt.data.loader import Batch
+from angpt.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Shift:
+    """One kind of input."""
+
+    name: str
+    description: str
+    sequences: int
+    length: int
+    loss: float | None
+    mean: float | None
+    """Length of the residual stream, over tokens and all places: in front of each layer, and after the last."""
+    std: float | None
+    """Over tokens, within a place: the root of the mean variance. How places differ is not in it."""
+    stream: tuple[Stats, ...]
+    """In front of each layer, and after the last."""
+    change: float | None
+    """The mean against that of text: the larger over the smaller, at least 1."""
+    worst_layer: int | None
+    """Where the stream changes most; one more than there are layers stands for after the last."""
+    worst_change: float | None
+
+
+@dataclass(frozen=True)
+class Robustness:
+    shifts: tuple[Shift, ...]
+    """Validation text first."""
+    missing: tuple[Missing, ...]
+
+
+def measure(
+    model: Decoder,
+    text: Iterable[Batch],
+    conditions: Sequence[Condition | Missing],
+    batch_tokens: int,
+    *,
+    bf16: bool = False,
+) -> Robustness:
+    """The model on validation text, and on each condition."""
+    batches = list(text)
+    probe = StreamProbe(len(model.blocks))
+    loss = observe(model, batches, [probe], bf16=bf16)
+    sequences = sum(len(batch.inputs) for batch in batches)
+    base = text_shift(probe.stats(), loss, sequences, batches[0].inputs.shape[1])
+    return compare(model, base, conditions, batch_tokens, bf16=bf16)
+
+
+def text_shift(stream: tuple[Stats, ...], loss: float | None, sequences: int, length: int) -> Shift:
+    """Validation text, which the others are compared with."""
+    return _shift("text", "validation text", sequences, length, loss, stream, None)
+
+
+def compare(
+    model: Decoder,
+    base: Shift,
+    conditions: Sequence[Condition | Missing],
+    batch_tokens: int,
+    *,
+    bf16: bool = False,
+    tick: Callable[[int], None] = lambda tokens: None,
+) -> Robustness:
+    """Each condition against what was measured on text."""
+    shifts = [base]
+    for condition in conditions:
+        if isinstance(condition, Condition):
+            probe = StreamProbe(len(model.blocks), condition.skip)
+            batches = condition_batches(condition, batch_tokens)
+            loss = observe(model, batches, [probe], bf16=bf16, skip=condition.skip, tick=tick)
+            rows, tokens = condition.tokens.shape
+            shifts.append(_shift(condition.name, condition.description, rows, tokens - 1, loss, probe.stats(), base))
+    return Robustness(tuple(shifts), tuple(c for c in conditions if isinstance(c, Missing)))
+
+
+def _shift(
+    name: str,
+    description: str,
+    sequences: int,
+    length: int,
+    loss: float | None,
+    stream: tuple[Stats, ...],
+    base: Shift | None,
+) -> Shift:
+    changes = [factor(s.mean, b.mean) for s, b in zip(stream, base.stream, strict=True)] if base else []
+    known = {change: i for i, change in reversed(list(enumerate(changes))) if change is not None}
+    worst = max(known, default=None)
+    mean = _mean([s.mean for s in stream])
+    variance = _mean([None if s.std is None else s.std**2 for s in stream])
+    return Shift(
+        name=name,
+        description=description,
+        sequences=sequences,
+        length=length,
+        loss=loss,
+        mean=mean,
+        std=None if variance is None else math.sqrt(variance),
+        stream=stream,
+        change=factor(mean, base.mean) if base else None,
+        worst_layer=None if worst is None else known[worst] + 1,
+        worst_change=worst,
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return finite(sum(known) / len(known)) if len(known) == len(values) and known else None
+
+
+def factor(one: float | None, two: float | None) -> float | None:
+    """By what factor two lengths differ: the larger over the smaller."""
+    found = ratio(one, two)
+    return None if not found else max(found, 1 / found)

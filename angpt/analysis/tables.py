@@ -1,0 +1,379 @@
+"""What was measured, as tables: for the terminal, for Markdown and for the page."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table as RichTable
+
+from angpt.analysis import paper
+from angpt.analysis.analyse import Analysis, RunAnalysis
+from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, FactorInTheWild
+from angpt.analysis.norms import ON_BOUND, BlockNorms
+from angpt.analysis.robustness import factor
+from angpt.studies.text import label, quantity
+
+NONE = "–"
+GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    """The first is left-aligned, the others to the right."""
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+
+    def rich(self) -> RichTable:
+        table = RichTable(
+            title=self.title,
+            caption=self.note,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [
+            _line(self.columns),
+            _line(["---"] + ["---:"] * (len(self.columns) - 1)),
+            *(_line(row) for row in self.rows),
+        ]
+        return "\n".join([f"**{self.title}**", "", *lines, "", self.note])
+
+
+def _line(cells: Iterable[str]) -> str:
+    bar = r"\|"
+    return f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three digits; thousands in full."""
+    if value is None:
+        return NONE
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) < 1e-3 and value else _plain(value, digits)
+
+
+def _plain(value: float, digits: int) -> str:
+    """Without an exponent: 0.050, 1.23, 45.6, 789."""
+    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    return f"{value:.{max(0, min(digits - whole, 3))}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
+
+
+def span(values: Sequence[float | None]) -> str:
+    """From the lowest to the highest, or the one value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    low, high = number(min(known)), number(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def tables(analysis: Analysis) -> list[Table]:
+    """All tables that there is something for."""
+    makers: tuple[Callable[[Analysis], Table | None], ...] = (
+        streams, ratios, gammas, rows_on_bound, factors, learned, moments, distribution_shift, robustness, attention,
+    )  # fmt: skip
+    return [table for make in makers if (table := make(analysis)) is not None]
+
+
+def places(layers: int) -> dict[str, int]:
+    """First, middle and last layer, from 0."""
+    return {"first": 0, "middle": layers // 2, "last": layers - 1}
+
+
+def streams(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.norms]
+    if not runs:
+        return None
+    rows = []
+    for run in runs:
+        assert run.norms
+        means = [stats.mean for stats in run.norms.stream]
+        chosen = [number(means[i]) for i in (*places(run.layers).values(), run.layers)]
+        rows.append((run.label, *chosen, span(means), number(run.loss, 4)))
+    return Table(
+        "streams",
+        "Length of the residual stream",
+        ("", "into the first layer", "middle", "last", "after the last", "range", "loss"),
+        tuple(rows),
+        f"Means over {_measured(runs)} tokens of validation text.",
+    )
+
+
+def ratios(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.norms]
+    if not runs:
+        return None
+    readings: dict[str, Callable[[BlockNorms], float | None]] = {
+        "maps": lambda b: b.maps,
+        "update": lambda b: b.relative_update,
+        "stream": lambda b: b.growth,
+    }
+    rows = []
+    for reading, value in readings.items():
+        for place in ("first", "middle", "last"):
+            for part in ("attention", "MLP"):
+                of_paper = paper.RATIOS[f"{place} {part}"] if reading == "maps" else {}
+                cells = [number(of_paper.get(name)) for name in ("gpt+", "angpt")]
+                for run in runs:
+                    assert run.norms
+                    blocks = run.norms.attention if part == "attention" else run.norms.mlp
+                    cells.append(number(value(blocks[places(run.layers)[place]])))
+                rows.append((f"{reading}: {place} {part}", *cells))
+    return Table(
+        "ratios",
+        "Mean output norm over mean input norm of the blocks",
+        ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run in runs)),
+        tuple(rows),
+        "maps: behind the block's last linear map over in front of its first; update: what the residual stream "
+        "receives over the stream; stream: the stream after the update over the stream before. The paper (0.5B) does "
+        "not say which it means; its values for GPT+ are possible for maps.",
+    )
+
+
+def gammas(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.norms and run.norms.gamma]
+    if not runs:
+        return None
+    names = {"norm_a": "γ_a", "norm_m": "γ_m", "norm_h": "γ_h"}
+    rows = []
+    for run in runs:
+        assert run.norms
+        for name, values in run.norms.gamma.items():
+            chosen = [values[i] for i in places(run.layers).values()] if len(values) > 1 else [None, None, values[0]]
+            rows.append((f"{run.label}, ‖{names.get(name, name)}‖", *(number(value) for value in chosen)))
+    return Table(
+        "gammas",
+        "Length of γ",
+        ("", "first layer", "middle", "last"),
+        tuple(rows),
+        "At the start every entry of γ is 1 and its length √d_m.",
+    )
+
+
+def rows_on_bound(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.norms]
+    if not runs:
+        return None
+    rows = []
+    for group in GROUPS:
+        cells = []
+        for run in runs:
+            assert run.norms
+            found = [r for r in run.norms.rows if r.group == group]
+            count = sum(r.vectors for r in found)
+            bound = sum((r.on_bound or 0) * r.vectors for r in found) / count if count else None
+            known = found and found[0].on_bound is not None
+            cells.append(span([r.mean for r in found]) + (f", {percent(bound, 0)}" if known else ""))
+        rows.append((group, *cells))
+    return Table(
+        "rows",
+        "Mean row norm by layer, and rows on the bound",
+        ("", *(run.label for run in runs)),
+        tuple(rows),
+        f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT holds the columns of "
+        "W_p and W_d at 1, the rows elsewhere).",
+    )
+
+
+def factors(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.factors and any(f.nu is not None for f in run.factors)]
+    if not runs:
+        return None
+    rows = []
+    for run in runs:
+        prefix = f"{run.label}, " if len(runs) > 1 else ""
+        for name, symbol in SYMBOLS.items():
+            found = [f for f in run.factors or () if f.activation == name]
+            if found:
+                rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *_factor_cells(found, symbol)))
+    return Table(
+        "factors",
+        "Factors in the wild",
+        ("", "ν", "1/√E‖·‖²", "of unit inputs", "ν·√E‖·‖²", "spread", "error", "error, paper"),
+        tuple(rows),
+        "The lowest and the highest layer, on validation text. 1/√E‖·‖² is what ν should be; of unit inputs: what it "
+        "would be if the input had the length that the derivation assumes; ν·√E‖·‖² is 1 where ν is exact. spread: "
+        "standard deviation over mean of the length. error: of the best constant against exact normalization.",
+    )
+
+
+def _factor_cells(found: Sequence[FactorInTheWild], symbol: str) -> tuple[str, ...]:
+    return (
+        span([f.nu for f in found]),
+        span([f.measured for f in found]),
+        span([f.unit for f in found]),
+        span([f.off for f in found]),
+        _percent_span([f.variation for f in found]),
+        _percent_span([f.error for f in found]),
+        f"{paper.FACTOR_ERRORS[symbol]:.2f} %",
+    )
+
+
+def _percent_span(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    low, high = f"{100 * min(known):.1f}", f"{100 * max(known):.1f}"
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
+def learned(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.learned]
+    if not runs:
+        return None
+    rows = []
+    for run in runs:
+        found = run.learned
+        assert found
+        alphas = [found.alpha.get(name, ()) for name in ("alpha_a", "alpha_m")]
+        entries = [s for spreads in alphas for s in spreads]
+        negative = sum(s.negative for s in entries) / len(entries) if entries else None
+        s_z = found.s_z
+        rows.append(
+            (
+                run.label,
+                *(span([s.size for s in spreads]) for spreads in alphas),
+                span([s.mean for s in entries]),
+                percent(negative, 0),
+                span(list(found.g)),
+                number(s_z.mean if s_z else None),
+                number(s_z.correlation if s_z else None, 2),
+            )
+        )
+    low, high = paper.ALPHA
+    rows.append(("anGPT, paper", f"{low} to {high}", f"{low} to {high}", *[NONE] * 5))
+    return Table(
+        "learned",
+        "Learned parameters",
+        ("", "|α_a|", "|α_m|", "mean α", "α < 0", "g", "|s_z|", "s_z and frequency"),
+        tuple(rows),
+        "The lowest and the highest layer, each a mean over dimensions; α starts at 0.05, g at √d_h, s_z at 1. Last "
+        "column: rank correlation of |s_z| with how often its token occurs in the training text.",
+    )
+
+
+def moments(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.moments]
+    if not runs:
+        return None
+    rows = []
+    for group in GROUPS:
+        cells = []
+        for run in runs:
+            assert run.moments
+            found = next((g for g in run.moments.groups if g.group == group), None)
+            cells.append(
+                f"{number(found.peak)}× at {percent(found.peak_at, 0)}, {percent(found.early, 0)}" if found else NONE
+            )
+        rows.append((group, *cells))
+    return Table(
+        "moments",
+        "Variance of Adam's first moment relative to its sum over training",
+        ("", *(run.label for run in runs)),
+        tuple(rows),
+        "The highest value (as a multiple of the mean over training) and when it is reached, then the part of the sum "
+        "that falls on the first tenth of training (10 % if it is as restless throughout). Means over layers.",
+    )
+
+
+def distribution_shift(analysis: Analysis) -> Table | None:
+    """The paper's own table."""
+    runs = [run for run in analysis.runs if run.robustness]
+    if not runs:
+        return None
+    rows = []
+    for name, found in paper.ROBUSTNESS.items():
+        text, same = found["text"], found["same token"]
+        cells = [number(v) for v in (text.mean, text.std, same.mean, same.std, factor(text.mean, same.mean))]
+        rows.append((f"{label(name)}, paper", *cells))
+    for run in runs:
+        assert run.robustness
+        shifts = {s.name: s for s in run.robustness.shifts}
+        if "same token" in shifts:
+            a, b = shifts["text"], shifts["same token"]
+            rows.append((run.label, *(number(v) for v in (a.mean, a.std, b.mean, b.std, b.change))))
+    return Table(
+        "shift",
+        "Mean residual norm on text and on repetitions of one token",
+        ("", "text", "std", "same token", "std", "change"),
+        tuple(rows),
+        "Mean over tokens and places (in front of each layer and after the last); std: over tokens within a place. "
+        "change: the larger mean over the smaller.",
+    )
+
+
+def robustness(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.robustness]
+    if not runs:
+        return None
+    rows = []
+    for run in runs:
+        assert run.robustness
+        for s in run.robustness.shifts:
+            where = "" if s.worst_layer is None else _place(s.worst_layer, run.layers)
+            worst = NONE if s.worst_change is None else f"{number(s.worst_change)}× {where}"
+            change = NONE if s.change is None else f"{number(s.change)}×"
+            rows.append((f"{run.label}, {s.name}", number(s.mean), number(s.std), change, worst, number(s.loss, 4)))
+    return Table(
+        "robustness",
+        "Residual norms and loss on inputs unlike the training text",
+        ("", "mean", "std", "change", "worst layer", "loss"),
+        tuple(rows),
+        "change: of the mean against that on text, the larger over the smaller; worst layer: where the stream that "
+        "enters it changes most. Of longer contexts only what lies beyond the trained one counts.",
+    )
+
+
+def _place(layer: int, layers: int) -> str:
+    return "after the last" if layer > layers else f"at {layer}"
+
+
+def attention(analysis: Analysis) -> Table | None:
+    runs = [run for run in analysis.runs if run.attention]
+    if not runs:
+        return None
+    rows = []
+    for run in runs:
+        assert run.attention
+        for name, i in places(run.layers).items():
+            found = run.attention[i]
+            end = found.bins[-1]
+            rows.append(
+                (
+                    f"{run.label}, {name} layer",
+                    number(found.total.scaled),
+                    span(list(found.heads)),
+                    f"{end.first} to {end.last}",
+                    number(end.norm),
+                    number(end.dense),
+                    number(end.effective),
+                )
+            )
+    return Table(
+        "attention",
+        "Rows of the attention matrices",
+        ("", "√r·‖a_r‖", "heads", "at r", "‖a_r‖", "1/√r", "tokens"),
+        tuple(rows),
+        "√r·‖a_r‖: mean over all rows, and the lowest and highest head; 1 for dense attention. The other columns are "
+        "of the longest rows. tokens: 1/‖a_r‖², attended to effectively.",
+    )
+
+
+def _measured(runs: Sequence[RunAnalysis]) -> str:
+    return " or ".join(dict.fromkeys(quantity(run.measured_tokens) for run in runs))
