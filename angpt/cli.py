@@ -11,6 +11,7 @@ import tyro
 from rich.console import Console
 from tyro.extras import SubcommandApp
 
+from angpt.analysis.commands import analyze
 from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
@@ -31,6 +32,7 @@ bench.command(name="optimizer")(benches.optimizer)
 bench.command(name="data")(benches.data)
 bench.command(name="decode")(benches.decode)
 app.command(name="report")(report)
+app.command(name="analyze")(analyze)
 app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
 app.command(name="eval")(evaluate)
 app.command(name="fold")(fold_command)

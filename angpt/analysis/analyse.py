@@ -44,6 +44,7 @@ class RunAnalysis:
     run: str
     """Name of its folder."""
     architecture: str
+    seed: int
     label: str
     """How it is called in tables and figures, different for each run."""
     step: int
@@ -159,6 +160,7 @@ def analyse_run(
     return RunAnalysis(
         run=path.resolve().name,
         architecture=config.model.architecture,
+        seed=config.seed,
         label=name,
         step=state.step,
         fingerprint=state.sha256[checkpoint.MODEL],

@@ -65,19 +65,13 @@ class FactorInTheWild:
     """E[1/‖·‖], what exact normalization would multiply with on average."""
     variation: float | None
     """Standard deviation of ‖·‖ over its mean."""
+    off: float | None
+    """How long the activation is after its factor: ν · √E‖·‖², which should be 1."""
+    error: float | None
+    """Relative distance of E[1/‖·‖] from 1/√E‖·‖²: what any constant in place of a norm costs, however well it is
+    chosen. The paper tabulates it."""
     cosine: float | None
     """Of the stream and the block's output, for the interpolations: the derivation takes it for 0."""
-
-    @property
-    def off(self) -> float | None:
-        """How long the activation is after its factor: ν · √E‖·‖², which should be 1."""
-        return None if self.nu is None or not self.measured else finite(self.nu / self.measured)
-
-    @property
-    def error(self) -> float | None:
-        """Relative distance of E[1/‖·‖] from 1/√E‖·‖²: what any constant in place of a norm costs, however well it is
-        chosen. The paper tabulates it."""
-        return None if self.mean_inverse is None or not self.measured else self.mean_inverse / self.measured - 1
 
 
 class FactorProbe(Probe):
@@ -148,14 +142,18 @@ class FactorProbe(Probe):
         elif layer in self.constants and not name.startswith("lerp"):
             nu = getattr(self.constants[layer], SYMBOLS[name].removeprefix("ν_"))
         total, count = self.cosines.get(key, (None, 0))
+        measured = ratio(1.0, plain.rms)
+        excess = ratio(plain.mean_inverse, measured)
         return FactorInTheWild(
             activation=name,
             layer=layer + 1,
             nu=nu,
-            measured=inverse(plain.rms),
-            unit=inverse(self.units[key].stats().rms) if key in self.units else None,
+            measured=measured,
+            unit=ratio(1.0, self.units[key].stats().rms) if key in self.units else None,
             mean_inverse=plain.mean_inverse,
             variation=plain.variation,
+            off=ratio(nu, measured),
+            error=None if excess is None else excess - 1,
             cosine=None if total is None else finite(total.item() / count),
         )
 
@@ -165,7 +163,3 @@ def measure(model: Decoder, batches: Iterable[Batch], *, bf16: bool = False) -> 
     probe = FactorProbe()
     observe(model, batches, [probe], bf16=bf16)
     return probe.results()
-
-
-def inverse(value: float | None) -> float | None:
-    return None if not value else finite(1 / value)

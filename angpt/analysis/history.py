@@ -16,10 +16,12 @@ class History:
     tokens: tuple[int, ...]
     values: dict[str, tuple[tuple[float, ...], ...]]
     """By name: for each time a value per layer."""
+    once: tuple[str, ...]
+    """Names of those that the model has once."""
 
     @classmethod
     def empty(cls) -> Self:
-        return cls((), (), {})
+        return cls((), (), {}, ())
 
     @classmethod
     def read(cls, run: Run, kind: Literal["layers", "moments"]) -> Self:
@@ -38,19 +40,22 @@ class History:
             steps=tuple(int(record["step"]) for record in found),
             tokens=tuple(int(record["tokens"]) for record in found),
             values={name: tuple(_listed(record[name]) for record in found) for name in names},
+            once=tuple(name for name in names if not isinstance(found[0][name], list)),
         )
 
     def only(self, *starts: str) -> Self:
         """The values whose names start so."""
         chosen = {name: values for name, values in self.values.items() if name.startswith(starts)}
-        return type(self)(self.steps, self.tokens, chosen)
+        return type(self)(self.steps, self.tokens, chosen, tuple(name for name in self.once if name in chosen))
 
     def records(self) -> tuple[dict[str, Any], ...]:
         """One dictionary per time, as they were recorded."""
-        return tuple(
-            {"step": step, "tokens": tokens, **{name: list(values[i]) for name, values in self.values.items()}}
-            for i, (step, tokens) in enumerate(zip(self.steps, self.tokens, strict=True))
-        )
+
+        def at(i: int) -> dict[str, Any]:
+            return {name: v[i][0] if name in self.once else list(v[i]) for name, v in self.values.items()}
+
+        times = enumerate(zip(self.steps, self.tokens, strict=True))
+        return tuple({"step": step, "tokens": tokens, **at(i)} for i, (step, tokens) in times)
 
 
 def _listed(value: Any) -> tuple[float, ...]:

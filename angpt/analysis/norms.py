@@ -4,8 +4,8 @@
 
 - `maps`: what comes out of the block's last linear map over what goes into its first. The reading under which the
   paper's numbers for GPT+ are possible: between the two lies neither the norm in front of the block nor one behind it.
-- `update`: what the block hands to the residual stream over the stream that enters it.
-- `stream`: the residual stream after the update over the stream before it.
+- `relative_update`: what the block hands to the residual stream over the stream that enters it.
+- `growth`: the residual stream after the update over the stream before it.
 """
 
 from collections.abc import Iterable
@@ -40,17 +40,24 @@ class BlockNorms:
     after: float | None
     """The residual stream after the update."""
 
-    @property
-    def maps(self) -> float | None:
-        return ratio(self.output, self.input)
+    maps: float | None
+    """output / input."""
+    relative_update: float | None
+    """update / stream."""
+    growth: float | None
+    """after / stream."""
 
-    @property
-    def relative_update(self) -> float | None:
-        return ratio(self.update, self.stream)
-
-    @property
-    def growth(self) -> float | None:
-        return ratio(self.after, self.stream)
+    @classmethod
+    def of(
+        cls,
+        stream: float | None,
+        input: float | None,
+        output: float | None,
+        update: float | None,
+        after: float | None,
+    ) -> "BlockNorms":
+        ratios = ratio(output, input), ratio(update, stream), ratio(after, stream)
+        return cls(stream, input, output, update, after, *ratios)
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,8 @@ class NormProbe(Probe):
     def blocks(self, part: str) -> tuple[BlockNorms, ...]:
         names = ("stream", "input", "output", "update", "after")
         return tuple(
-            BlockNorms(*(self.found[part, name, layer].stats().mean for name in names)) for layer in range(self.layers)
+            BlockNorms.of(*(self.found[part, name, layer].stats().mean for name in names))
+            for layer in range(self.layers)
         )
 
 

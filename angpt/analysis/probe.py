@@ -36,10 +36,8 @@ class Stats:
     low: float | None
     high: float | None
 
-    @property
-    def variation(self) -> float | None:
-        """Standard deviation over mean: how well the length concentrates."""
-        return None if self.std is None or not self.mean else self.std / self.mean
+    variation: float | None
+    """Standard deviation over mean: how well the length concentrates."""
 
 
 class Lengths:
@@ -64,17 +62,19 @@ class Lengths:
 
     def stats(self) -> Stats:
         if self.sums is None or self.low is None or self.high is None:
-            return Stats(0, None, None, None, None, None, None)
+            return Stats(0, *[None] * 7)
         total, squares, inverses = self.sums.tolist()
         mean, square = total / self.count, squares / self.count
+        std = math.sqrt(max(0.0, square - mean**2))
         return Stats(
             count=self.count,
             mean=finite(mean),
-            std=finite(math.sqrt(max(0.0, square - mean**2))),
+            std=finite(std),
             rms=finite(math.sqrt(square)),
             mean_inverse=finite(inverses / self.count),
             low=finite(self.low.item()),
             high=finite(self.high.item()),
+            variation=ratio(std, mean),
         )
 
 

@@ -35,8 +35,8 @@ class Table:
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+        for place, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if place else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -56,18 +56,12 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three digits; thousands in full."""
+    """So many digits that count: 0.0502, 1.23, 45.6; thousands in full; 0 for what is only rounding."""
     if value is None:
         return NONE
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) < 1e-3 and value else _plain(value, digits)
-
-
-def _plain(value: float, digits: int) -> str:
-    """Without an exponent: 0.050, 1.23, 45.6, 789."""
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(0, min(digits - whole, 3))}f}"
+    if abs(value) < 1e-6:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -279,7 +273,7 @@ def moments(analysis: Analysis) -> Table | None:
             assert run.moments
             found = next((g for g in run.moments.groups if g.group == group), None)
             cells.append(
-                f"{number(found.peak)}× at {percent(found.peak_at, 0)}, {percent(found.early, 0)}" if found else NONE
+                f"{number(found.peak)}× at {percent(found.peak_at, 0)}; {percent(found.early, 0)}" if found else NONE
             )
         rows.append((group, *cells))
     return Table(

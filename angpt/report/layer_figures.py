@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from angpt.report.chart import Absent, Chart, Row
-from angpt.report.records import RunRecords, Study
+from angpt.report.records import LayerHistory, Study
 from angpt.report.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
 from angpt.studies.text import label, quantity
 
@@ -22,27 +22,31 @@ NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet
 
 
 def input_norms(study: Study) -> Chart | Absent:
+    return draw_input_norms(histories(study))
+
+
+def draw_input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The length of the residual stream as it enters each layer."""
     title = "Input norm of each layer"
-    runs = _runs(study, ["input_norm"])
+    runs = with_values(found, ["input_norm"])
     if not runs:
         return Absent(title, NOTHING)
-    series = {run.result.architecture: _series(run, "input_norm") for run in runs}
+    series = {run.label: values_of(run, "input_norm") for run in runs}
     depth = max(values.shape[1] for _, values in series.values())
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, sharey=True)
-        for ax, (architecture, (tokens, values)) in zip(axes, series.items(), strict=True):
-            _layer_lines(ax, tokens, values, depth)
-            ax.set(title=label(architecture), ylabel="mean length of h")
+        figure, axes = panels(len(series), narrow, columns=in_a_row(len(series)), sharey=True)
+        for ax, (name, (tokens, values)) in zip(axes, series.items(), strict=True):
+            layer_lines(ax, tokens, values, depth)
+            ax.set(title=name, ylabel="mean length of h")
         plain_log_axis(axes[0])
-        _dress(axes, narrow)
-        _depth_bar(figure, axes, depth, narrow, last="out")
+        dress_tokens(axes, narrow)
+        depth_bar(figure, axes, depth, narrow, last="out")
         return figure
 
     ends = [
-        f"{label(a)}: from {values[-1, 0]:.3g} into the first layer to {values[-1, -1]:.3g} after the last"
-        for a, (_, values) in series.items()
+        f"{name}: from {values[-1, 0]:.3g} into the first layer to {values[-1, -1]:.3g} after the last"
+        for name, (_, values) in series.items()
     ]
     return Chart(
         name="input-norms",
@@ -59,22 +63,22 @@ def input_norms(study: Study) -> Chart | Absent:
 def alphas(study: Study) -> Chart | Absent:
     """The interpolation weights of the architectures that have them."""
     heading = "Interpolation weight α of each layer"
-    runs = _runs(study, list(ALPHAS))
+    runs = with_values(histories(study), list(ALPHAS))
     if not runs:
         recorded = any(run.layers for run in study.runs)
         return Absent(heading, "No architecture here has an α." if recorded else NOTHING)
-    series = [(run, name, _series(run, name)) for run in runs for name in ALPHAS if name in run.layers[-1]]
-    titles = [f"{label(run.result.architecture)}, {ALPHAS[name]}" for run, name, _ in series]
+    series = [(run, name, values_of(run, name)) for run in runs for name in ALPHAS if name in run.records[-1]]
+    titles = [f"{run.label}, {ALPHAS[name]}" for run, name, _ in series]
     depth = max(values.shape[1] for _, _, (_, values) in series)
     columns = 4 if max(map(len, titles)) <= 24 else 2  # so that titles do not run into each other
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(len(series), narrow, columns=columns, height=2.6, sharey=True)
         for ax, title, (_, _, (tokens, values)) in zip(axes, titles, series, strict=True):
-            _layer_lines(ax, tokens, values, depth)
+            layer_lines(ax, tokens, values, depth)
             ax.set(title=title, ylabel="mean of α")
-        _dress(axes, narrow)
-        _depth_bar(figure, axes, depth, narrow)
+        dress_tokens(axes, narrow)
+        depth_bar(figure, axes, depth, narrow)
         return figure
 
     ends = [
@@ -94,35 +98,37 @@ def alphas(study: Study) -> Chart | Absent:
 
 
 def row_norms(study: Study) -> Chart | Absent:
+    return draw_row_norms(histories(study))
+
+
+def draw_row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The lengths of the rows of each group of matrices."""
     title = "Row norms of the parameter groups"
-    runs = _runs(study, list(GROUPS))
+    runs = with_values(found, list(GROUPS))
     if not runs:
         return Absent(title, NOTHING)
-    series = {
-        run.result.architecture: {name: _series(run, name) for name in GROUPS if name in run.layers[-1]} for run in runs
-    }
+    series = {run.label: {name: values_of(run, name) for name in GROUPS if name in run.records[-1]} for run in runs}
     extremes = [v for groups in series.values() for _, values in groups.values() for v in (values.min(), values.max())]
     logarithmic = min(extremes) > 0 and max(extremes) / min(extremes) > 8
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, sharey=True)
-        for ax, (architecture, groups) in zip(axes, series.items(), strict=True):
+        figure, axes = panels(len(series), narrow, columns=in_a_row(len(series)), sharey=True)
+        for ax, (title, groups) in zip(axes, series.items(), strict=True):
             for name, (tokens, values) in groups.items():
                 ax.plot(tokens, values.mean(axis=1), color=GROUPS[name], lw=1.6, label=name)
                 if values.shape[1] > 1:
                     low, high = values.min(axis=1), values.max(axis=1)
                     ax.fill_between(tokens, low, high, color=GROUPS[name], alpha=0.18, lw=0)
-            ax.set(title=label(architecture), ylabel="mean length of the rows")
+            ax.set(title=title, ylabel="mean length of the rows")
         if logarithmic:
             plain_log_axis(axes[0])
-        _dress(axes, narrow)
+        dress_tokens(axes, narrow)
         fold_legend(figure, axes[0], narrow)
         return figure
 
     ends = [
-        f"{label(a)}: " + ", ".join(f"{name} {values[-1].mean():.3g}" for name, (_, values) in groups.items())
-        for a, groups in series.items()
+        f"{title}: " + ", ".join(f"{name} {values[-1].mean():.3g}" for name, (_, values) in groups.items())
+        for title, groups in series.items()
     ]
     return Chart(
         name="row-norms",
@@ -136,35 +142,48 @@ def row_norms(study: Study) -> Chart | Absent:
     )
 
 
-def _runs(study: Study, names: Sequence[str]) -> list[RunRecords]:
-    """The run that stands for each architecture, of those that recorded one of these values."""
-    found = [study.representative(a) for a in study.result.architectures]
-    return [run for run in found if run is not None and run.layers and any(name in run.layers[-1] for name in names)]
+def histories(study: Study) -> list[LayerHistory]:
+    """Of the run that stands for each architecture."""
+    runs = [run for a in study.result.architectures if (run := study.representative(a)) is not None]
+    return [
+        LayerHistory(label(r.architecture), r.architecture, r.name, r.budget, r.seed, run.layers)
+        for run in runs
+        for r in [run.result]
+    ]
 
 
-def _which(runs: Sequence[RunRecords]) -> str:
-    budgets = sorted({run.result.budget for run in runs})
-    seeds = sorted({run.result.seed for run in runs})
+def with_values(found: Sequence[LayerHistory], names: Sequence[str]) -> list[LayerHistory]:
+    """Those that recorded one of these values."""
+    return [run for run in found if run.records and any(name in run.records[-1] for name in names)]
+
+
+def in_a_row(panels: int) -> int:
+    """Four panels stand in one row, more or fewer in rows of three."""
+    return 4 if panels == 4 else 3
+
+
+def _which(runs: Sequence[LayerHistory]) -> str:
+    budgets, seeds = sorted({run.budget for run in runs}), sorted({run.seed for run in runs})
     return (
-        f"One run per architecture: {' and '.join(quantity(b) for b in budgets)} tokens, "
+        f"One run each: {' and '.join(quantity(b) for b in budgets)} tokens, "
         f"seed {' and '.join(str(s) for s in seeds)}."
     )
 
 
-def _series(run: RunRecords, name: str) -> tuple[Values, Values]:
+def values_of(run: LayerHistory, name: str) -> tuple[Values, Values]:
     """Tokens (T,) and values (T, layers)."""
-    records = [record for record in run.layers if name in record]
+    records = [record for record in run.records if name in record]
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     return tokens, np.array([np.atleast_1d(record[name]) for record in records], dtype=np.float64)
 
 
-def _layer_rows(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[Row, ...]:
+def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row, ...]:
     """One row per record and layer; what a model has once is in the row without a layer."""
     rows: list[Row] = []
     for run in runs:
-        for record in run.layers:
+        for record in run.records:
             lists = [record[name] for name in names if isinstance(record.get(name), list)]
-            head = (run.result.architecture, run.result.name, record["tokens"])
+            head = (run.architecture, run.run, record["tokens"])
             for layer in range(max(map(len, lists), default=0)):
                 values = (record[n][layer] if isinstance(record.get(n), list) else None for n in names)
                 rows.append((*head, layer + 1, *values))
@@ -174,19 +193,19 @@ def _layer_rows(runs: Sequence[RunRecords], names: Sequence[str]) -> tuple[Row, 
     return tuple(rows)
 
 
-def _layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
+def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
     for layer in range(values.shape[1]):
         ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
 
 
-def _dress(axes: list[Axes], narrow: bool) -> None:
+def dress_tokens(axes: list[Axes], narrow: bool) -> None:
     for ax in axes:
         token_axis(ax)
         ax.set_xlim(left=0)
     outer_labels(axes, narrow)
 
 
-def _depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
+def depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
     """Which colour is which layer."""
     colors = ListedColormap([DEPTH(i / max(1, depth - 1)) for i in range(depth)])
     mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
@@ -194,7 +213,8 @@ def _depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last:
     ticks = [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
     inch = 1 / figure.get_figheight()
     below: dict[str, Any] = {"location": "bottom", "fraction": 0.15 * inch, "pad": 0.05 * inch}
-    options = below if narrow else {"pad": 0.01, "fraction": 0.03}
+    beside: dict[str, Any] = {"pad": 0.01, "fraction": 0.03, "aspect": max(20.0, 6.5 * figure.get_figheight())}
+    options = below if narrow else beside
     bar = figure.colorbar(mappable, ax=axes, ticks=ticks, label="layer", **options)
     bar.set_ticklabels([last if last and tick == depth else str(tick) for tick in ticks])
     bar.ax.minorticks_off()

@@ -31,6 +31,18 @@ class RunRecords:
 
 
 @dataclass(frozen=True)
+class LayerHistory:
+    """What a run recorded of its layers, and how figures call it."""
+
+    label: str
+    architecture: str
+    run: str
+    budget: int
+    seed: int
+    records: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class Study:
     """Everything that the page shows."""
 

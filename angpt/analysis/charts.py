@@ -1,0 +1,342 @@
+"""The figures of an analysis: norms, factors and learned parameters by layer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from angpt.analysis.analyse import Analysis, RunAnalysis
+from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
+from angpt.analysis.history import History
+from angpt.analysis.norms import Norms
+from angpt.analysis.tables import number, span
+from angpt.report.chart import Absent, Chart, Row
+from angpt.report.layer_figures import (
+    depth_bar,
+    draw_input_norms,
+    draw_row_norms,
+    dress_tokens,
+    layer_lines,
+    values_of,
+)
+from angpt.report.records import LayerHistory
+from angpt.report.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.studies.text import quantity
+
+DASHED: Any = (0, (3, 2))
+
+
+def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
+    """A look for each run by its label: that of its architecture, and another for a second run of the same."""
+    names: dict[str, str] = {}
+    for run in runs:
+        names[run.label] = run.label if run.architecture in names.values() else run.architecture
+    found = looks(names.values())
+    return {label: found[name] for label, name in names.items()}
+
+
+def layer_histories(analysis: Analysis, part: str) -> list[LayerHistory]:
+    """What the runs recorded through training, for the figures that the report has as well."""
+    found = []
+    for run in analysis.runs:
+        measured = getattr(run, part)
+        history: History = measured.history if measured else History.empty()
+        found.append(LayerHistory(run.label, run.architecture, run.run, run.tokens, run.seed, history.records()))
+    return found
+
+
+def input_norms(analysis: Analysis) -> Chart | Absent:
+    return draw_input_norms(layer_histories(analysis, "norms"))
+
+
+def row_norms(analysis: Analysis) -> Chart | Absent:
+    return draw_row_norms(layer_histories(analysis, "norms"))
+
+
+def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
+    """Layers from 1; `out` stands for after the last."""
+    last = layers + out
+    ticks = sorted({1, *range(1, layers + 1, -(-layers // 8)), *([last] if out else [])})
+    ticks = [tick for tick in ticks if tick in (1, last) or last - tick >= last / 10]
+    ax.set_xticks(ticks, ["out" if out and tick == last else str(tick) for tick in ticks])
+    ax.set_xlabel("layer")
+
+
+def norms(analysis: Analysis) -> Chart | Absent:
+    """The stream by depth, and what the blocks do to it."""
+    title = "Norms by depth"
+    runs = [(run, run.norms) for run in analysis.runs if run.norms]
+    if not runs:
+        return Absent(title, "Norms were not measured.")
+    style = looks_of([run for run, _ in runs])
+    depth = max(run.layers for run, _ in runs)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(3, narrow, height=3.2)
+        for run, found in runs:
+            look = style[run.label]
+            places = range(1, run.layers + 2)
+            means, stds = [s.mean or 0.0 for s in found.stream], [s.std or 0.0 for s in found.stream]
+            low, high = zip(*((max(m - s, m / 10), m + s) for m, s in zip(means, stds, strict=True)), strict=True)
+            axes[0].fill_between(places, low, high, color=look.color, alpha=0.15, lw=0)
+            axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)
+            for ax, name in zip(axes[1:], ("maps", "relative_update"), strict=True):
+                for blocks, dash in ((found.attention, "-"), (found.mlp, DASHED)):
+                    values = [getattr(b, name) or float("nan") for b in blocks]
+                    ax.plot(range(1, run.layers + 1), values, look.marker, ls=dash, color=look.color, lw=1.4, ms=4)
+        axes[0].set(title="Residual stream", ylabel="length of h")
+        axes[1].set(title="Last map over first map", ylabel="output over input")
+        axes[2].set(title="Update over stream", ylabel="update over stream")
+        for ax in axes:
+            plain_log_axis(ax)
+            layer_axis(ax, depth, out=ax is axes[0])
+        for ax in axes[1:]:
+            ax.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    ends = [f"{run.label} {number(f.stream[0].mean)} to {number(f.stream[-1].mean)}" for run, f in runs]
+    return Chart(
+        name="norms",
+        title=title,
+        caption="At the last checkpoint, on validation text. Left: mean length of the residual stream as it enters "
+        "each layer and after the last, with its standard deviation over tokens. Middle: mean length behind the last "
+        "linear map of a block over that in front of its first, solid for attention, dashed for MLP. Right: what the "
+        "residual stream receives from the block over the stream.",
+        alt=f"Line charts by layer. Length of the stream into the first layer and after the last: {'; '.join(ends)}.",
+        columns=("run", "layer", "stream", "std", "attention_maps", "attention_update", "mlp_maps", "mlp_update"),
+        rows=tuple(row for run, found in runs for row in _norm_rows(run, found)),
+        draw=draw,
+    )
+
+
+def _norm_rows(run: RunAnalysis, found: Norms) -> list[Row]:
+    rows: list[Row] = []
+    for i, stats in enumerate(found.stream):
+        blocks = (found.attention[i], found.mlp[i]) if i < run.layers else ()
+        ratios = [value for b in blocks for value in (b.maps, b.relative_update)] or [None] * 4
+        rows.append((run.label, i + 1, stats.mean, stats.std, *ratios))
+    return rows
+
+
+def gamma(analysis: Analysis) -> Chart | Absent:
+    """γ and the norm of the stream that it is applied to."""
+    title = "γ of the norms by depth"
+    runs = [(run, run.norms) for run in analysis.runs if run.norms and "norm_a" in run.norms.gamma]
+    if not runs:
+        return Absent(title, "No architecture here has a γ.")
+    style = looks_of([run for run, _ in runs])
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2, narrow, columns=2, height=3.0)
+        for run, found in runs:
+            look, layers = style[run.label], range(1, run.layers + 1)
+            for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", DASHED, "MLP")):
+                axes[0].plot(layers, found.gamma[name], look.marker, ls=dash, color=look.color, ms=5,
+                             label=f"{run.label}, {what}")  # fmt: skip
+            for blocks, dash in ((found.attention, "-"), (found.mlp, DASHED)):
+                entering = [b.stream or float("nan") for b in blocks]
+                axes[1].plot(layers, entering, look.marker, ls=dash, color=look.color, ms=5)
+        axes[0].set(title="Length of γ", ylabel="‖γ‖")
+        axes[1].set(title="Stream that the norm sees", ylabel="length of h")
+        plain_log_axis(axes[1])
+        for ax in axes:
+            layer_axis(ax, max(run.layers for run, _ in runs))
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    ends = [f"{run.label} {span(list(f.gamma['norm_a'] + f.gamma['norm_m']))}" for run, f in runs]
+    return Chart(
+        name="gamma",
+        title=title,
+        caption="Left: length of the learned γ of the norm in front of attention (solid) and MLP (dashed); it starts "
+        "at √d_m. Right: mean length of the stream that the norm is applied to.",
+        alt=f"Line charts by layer. Range of ‖γ‖: {'; '.join(ends)}.",
+        columns=("run", "layer", "gamma_a", "gamma_m", "into_attention", "into_mlp"),
+        rows=tuple(
+            (run.label, i + 1, f.gamma["norm_a"][i], f.gamma["norm_m"][i], f.stream[i].mean, f.mlp[i].stream)
+            for run, f in runs
+            for i in range(run.layers)
+        ),
+        draw=draw,
+    )
+
+
+def bound(analysis: Analysis) -> Chart | Absent:
+    """How many rows sit on the bound."""
+    title = "Rows on the bound"
+    runs = [(run, run.norms) for run in analysis.runs if run.norms and any(r.constraint for r in run.norms.rows)]
+    runs = [(run, found) for run, found in runs if any(r.constraint == "bound" for r in found.rows)]
+    if not runs:
+        return Absent(title, "No architecture here bounds its weights.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2 * len(runs), narrow, columns=2, height=2.9)
+        for (run, found), left, right in zip(runs, axes[::2], axes[1::2], strict=True):
+            for group, color in GROUPS.items():
+                rows = [r for r in found.rows if r.group == group]
+                layers = [float(r.layer or 0) for r in rows]
+                line: dict[str, Any] = {"color": color, "ms": 5, "lw": 1.4}
+                left.plot(layers, [100 * (r.on_bound or 0) for r in rows], "o-", label=group, **line)
+                right.plot(layers, [r.mean for r in rows], "o-", **line)
+            left.set(title=f"{run.label}: rows of length 1", ylabel="% of the rows", ylim=(0, 100))
+            right.set(title=f"{run.label}: mean length", ylabel="mean length of the rows")
+            right.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            for ax in (left, right):
+                layer_axis(ax, run.layers)
+                ax.set_xlim(-0.4, run.layers + 0.4)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    parts = [f"{run.label} {span([100 * (r.on_bound or 0) for r in f.rows])} %" for run, f in runs]
+    return Chart(
+        name="bound",
+        title=title,
+        caption="Part of the rows of each matrix whose length is 1 (to 0.001), and the mean length of all its rows. "
+        "W_e and W_h, which the model has once, stand at 0.",
+        alt=f"Dot charts by layer. Rows on the bound: {'; '.join(parts)}.",
+        columns=("run", "group", "layer", "mean", "low", "high", "on_bound"),
+        rows=tuple((run.label, r.group, r.layer, r.mean, r.low, r.high, r.on_bound) for run, f in runs for r in f.rows),
+        draw=draw,
+    )
+
+
+COLORS = dict(zip(ACTIVATIONS, (*FURTHER, "#159a40", "#a838e0"), strict=True))
+LINES = {"k": DASHED, "v": (0, (1, 1.5)), "z": DASHED, "lerp_m": DASHED}
+
+
+def factors(analysis: Analysis) -> Chart | Absent:
+    """How far each factor is from what it stands for."""
+    title = "Factors in the wild"
+    runs = [(run, run.factors) for run in analysis.runs if run.factors and any(f.off for f in run.factors)]
+    if not runs:
+        return Absent(title, "No architecture here has factors ν.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2 * len(runs), narrow, columns=2, height=3.4)
+        for (run, found), left, right in zip(runs, axes[::2], axes[1::2], strict=True):
+            for name in ACTIVATIONS:
+                mine = [f for f in found if f.activation == name]
+                if mine:
+                    layers = [f.layer for f in mine]
+                    line: dict[str, Any] = {"color": COLORS[name], "ls": LINES.get(name, "-"), "ms": 4, "lw": 1.4}
+                    legend = f"{SYMBOLS[name]}, {ACTIVATIONS[name]}"
+                    left.plot(layers, [f.off or float("nan") for f in mine], "o", label=legend, **line)
+                    right.plot(layers, [100 * (f.variation or 0) for f in mine], "o", **line)
+            left.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            left.set(title=f"{run.label}: length after the factor", ylabel="ν · √E‖·‖²")
+            plain_log_axis(left)
+            right.set(title=f"{run.label}: spread of the length", ylabel="standard deviation / mean in %")
+            right.set_ylim(bottom=0)
+            for ax in (left, right):
+                layer_axis(ax, run.layers)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    parts = [
+        f"{SYMBOLS[name]} of {ACTIVATIONS[name]} {span([f.off for f in found if f.activation == name])}"
+        for _, found in runs[:1]
+        for name in ACTIVATIONS
+    ]
+    return Chart(
+        name="factors",
+        title=title,
+        caption="On validation text. Left: the length of each activation after its factor, 1 if the factor were exact; "
+        "what a factor in front of it missed is included. Right: standard deviation of the length over its mean, which "
+        "no constant factor can remove.",
+        alt=f"Line charts by layer. Length after the factor: {'; '.join(parts)}.",
+        columns=("run", "factor", "activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation",
+                 "cosine"),
+        rows=tuple(
+            (run.label, SYMBOLS[f.activation], f.activation, f.layer, f.nu, f.measured, f.unit, f.mean_inverse,
+             f.variation, f.cosine)
+            for run, found in runs for f in found
+        ),
+        draw=draw,
+    )  # fmt: skip
+
+
+def learned(analysis: Analysis) -> Chart | Absent:
+    """The size of α, and g, through training."""
+    title = "Size of α, and g, through training"
+    names = {"alpha_a_size": "|α| of attention", "alpha_m_size": "|α| of MLP", "g": "g"}
+    series = [
+        (run.label, name, values_of(run, name))
+        for name in names
+        for run in layer_histories(analysis, "learned")
+        if run.records and name in run.records[-1]
+    ]
+    if not series:
+        return Absent(title, "No run here recorded a learned α or g.")
+    depth = max(values.shape[1] for _, _, (_, values) in series)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(series), narrow, height=2.6)
+        for ax, (run, name, (tokens, values)) in zip(axes, series, strict=True):
+            layer_lines(ax, tokens, values, depth)
+            ax.set_title(f"{run}, {names[name]}")
+        dress_tokens(axes, narrow=True)
+        depth_bar(figure, axes, depth, narrow)
+        return figure
+
+    ends = [f"{run}, {names[name]}: {span(list(values[-1]))}" for run, name, (_, values) in series]
+    return Chart(
+        name="learned",
+        title=title,
+        caption="Mean over dimensions of the size of α (anGPT leaves its sign free, so that a mean of α itself can be "
+        "near 0 while α is not), and the scale g of the attention scores, one line per layer.",
+        alt=f"Line charts. At the end of training: {'; '.join(ends)}.",
+        columns=("run", "value", "tokens", "layer", "mean"),
+        rows=tuple(
+            (run, name, float(t), i + 1, float(v))
+            for run, name, (tokens, values) in series
+            for t, row in zip(tokens, values, strict=True)
+            for i, v in enumerate(row)
+        ),
+        draw=draw,
+    )
+
+
+def logit_scales(analysis: Analysis) -> Chart | Absent:
+    """|s_z| against the frequency of its token."""
+    title = "Logit scale by token frequency"
+    runs = [(run, run.learned.s_z) for run in analysis.runs if run.learned and run.learned.s_z]
+    if not runs:
+        return Absent(title, "No architecture here has a learned scale of the logits.")
+    style = looks_of([run for run, _ in runs])
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(1, narrow, height=3.2)
+        for run, s_z in runs:
+            look = style[run.label]
+            bins = [b for b in s_z.bins if b.last > 0]
+            x = [(b.first * b.last) ** 0.5 for b in bins]
+            axes[0].fill_between(x, [b.low for b in bins], [b.high for b in bins], color=look.color, alpha=0.13, lw=0)
+            axes[0].plot(x, [b.mean for b in bins], look.marker + "-", color=look.color, ms=5, label=run.label)
+            for b in s_z.bins:
+                if b.last == 0:  # those that do not occur: at the left, apart
+                    axes[0].errorbar(0.4, b.mean, [[b.mean - b.low], [b.high - b.mean]], fmt=look.marker,
+                                     color=look.color, ms=5, mfc="none", lw=1)  # fmt: skip
+        axes[0].set(xlabel=f"occurrences in {quantity(runs[0][1].counted)} training tokens", ylabel="|s_z|")
+        plain_log_axis(axes[0], "x")
+        axes[0].set_ylim(bottom=0)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    parts = [f"{run.label}: rank correlation {number(s_z.correlation, 2)}" for run, s_z in runs]
+    return Chart(
+        name="logit-scales",
+        title=title,
+        caption="Mean of |s_z| over the tokens that occur about equally often, and the range of 80 % of them; open "
+        "markers at the left: tokens that do not occur.",
+        alt=f"A line chart of |s_z| against the number of occurrences. {'; '.join(parts)}.",
+        columns=("run", "first", "last", "tokens", "mean", "low", "high"),
+        rows=tuple(
+            (run.label, b.first, b.last, b.tokens, b.mean, b.low, b.high) for run, s_z in runs for b in s_z.bins
+        ),
+        draw=draw,
+    )
+
+
+LAYER_CHARTS: tuple[Callable[[Analysis], Chart | Absent], ...] = (norms, gamma, bound, factors, learned, logit_scales)

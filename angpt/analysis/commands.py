@@ -1,0 +1,130 @@
+"""The command `angpt analyze`: call the library and print."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from angpt.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import rich.console
+
+    from angpt.analysis.analyse import Analysis
+
+ALL = ("norms", "factors", "learned", "moments", "robustness", "attention")
+TOY = "toy"
+
+
+def analyze(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
+    parts: tuple[str, ...] = ALL,
+    data: str | None = None,
+    out: Path | None = None,
+    tokens: int = 16_384,
+    device: str = "auto",
+) -> None:
+    """Measure inside of trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
+
+    Args:
+        runs: Run folders, or the folder of a comparison, of which one run per architecture is taken.
+        parts: norms, factors, learned, moments (needs a run with --record-moments), robustness, attention; and toy, the
+            examples of the paper's section 3, which needs no run.
+        data: Text to measure on, prepared with the runs' tokenizer; what they were trained on unless given.
+        out: Folder for analysis.json, analysis.md and figures/; analysis in the folder of a comparison, or analysis.
+        tokens: Validation tokens to measure on.
+        device: cpu, cuda, or auto: cuda where there is one.
+    """
+    from rich.console import Console
+
+    console = Console()
+    for part in parts:
+        if part not in (*ALL, TOY):
+            raise UserError(f"unknown part {part!r}: {nearest(part, (*ALL, TOY))}")
+    measured = [part for part in parts if part != TOY]
+    folders = expand(runs)
+    if measured and not folders:
+        raise UserError("name run folders, or the folder of a comparison (only --parts toy needs none)")
+    study = len(runs) == 1 and folders != list(runs)
+    target = out or (runs[0] / "analysis" if study else Path("analysis"))
+    if target.exists() and not target.is_dir():
+        raise UserError(f"{target}: is a file; choose another --out")
+    arguments = ["angpt", "analyze", *map(str, runs), "--out", str(target), "--tokens", str(tokens)]
+    arguments += ["--parts", *parts] if parts != ALL else []
+    arguments += ["--data", data] if data else []
+    if measured:
+        show(console, folders, measured, data, target, tokens, device, shlex.join(arguments))
+    if TOY in parts:
+        from angpt.analysis.toy import preconditioning_chart, residual_chart
+        from angpt.analysis.write import write_charts
+
+        write_charts([preconditioning_chart(), residual_chart()], target)
+        console.print(f"toy examples: {target / 'figures'}", highlight=False, soft_wrap=True)
+
+
+def expand(folders: Sequence[Path]) -> list[Path]:
+    """Run folders as they are; of a comparison, the run that stands for each architecture."""
+    found: list[Path] = []
+    for folder in folders:
+        if not (folder / "study.toml").exists():
+            found.append(folder)
+            continue
+        from angpt.report.records import read_study
+        from angpt.studies.compare import Study
+
+        study = Study.open(folder)
+        result = study.result()
+        started = [path for run in result.runs if (path := folder / "runs" / run.name).exists()]
+        chosen = [read_study(started, result).representative(a) for a in result.architectures]
+        found += [run.path for run in chosen if run is not None]
+        if not started:
+            raise UserError(f"{folder}: no run has started yet; call `angpt compare` again to go on with it")
+    return found
+
+
+def show(
+    console: "rich.console.Console",
+    folders: Sequence[Path],
+    parts: Sequence[str],
+    data: str | None,
+    target: Path,
+    tokens: int,
+    device: str,
+    command: str,
+) -> None:
+    from angpt.analysis.analyse import analyse
+    from angpt.analysis.progress import progress
+    from angpt.analysis.write import write_analysis  # before anything is measured: it may lack a package
+
+    with progress(console) as tick:
+        analysis = analyse(folders, parts, data=data, tokens=tokens, device=device, tick=tick)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        page = write_analysis(analysis, target, command)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error}); choose another --out") from error
+    print_tables(console, analysis)
+    console.print(f"analysis: {page}", highlight=False, soft_wrap=True)
+
+
+def print_tables(console: "rich.console.Console", analysis: "Analysis") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from angpt.analysis.claims import claims
+    from angpt.analysis.tables import tables
+
+    for table in tables(analysis):
+        shown = table.rich()
+        # Rather lines that wrap than numbers that are cut off.
+        needed = console.measure(shown, options=console.options.update(width=1000)).maximum
+        Console(width=max(console.width, needed)).print(shown)
+    if found := claims(analysis):
+        summary = Table(
+            "the paper", "here", "holds", title="The paper's picture", title_justify="left", show_lines=True
+        )
+        for claim in found:
+            summary.add_row(claim.paper, claim.here, "yes" if claim.holds else "[bold]no[/]")
+        console.print(summary)

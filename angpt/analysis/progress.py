@@ -1,0 +1,29 @@
+"""How far an analysis is, as a bar per run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from angpt.analysis.analyse import Tick
+
+
+@contextmanager
+def progress(console: Console) -> Iterator["Tick"]:
+    """A function that hears of progress, and shows it while the context lasts."""
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),
+        console=console, transient=True,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+
+    def tick(run: str, done: int, total: int) -> None:
+        if run not in tasks:
+            tasks[run] = bar.add_task(run, total=total)
+        bar.update(tasks[run], completed=done)
+
+    with bar:
+        yield tick

@@ -1,0 +1,163 @@
+"""The figures of an analysis: Adam's first moment, unusual inputs, attention matrices."""
+
+from collections.abc import Callable
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from angpt.analysis.analyse import Analysis
+from angpt.analysis.charts import looks_of
+from angpt.analysis.tables import number, percent
+from angpt.report.chart import Absent, Chart
+from angpt.report.layer_figures import depth_bar, layer_lines
+from angpt.report.style import INK, fold_legend, outer_labels, panels, plain_log_axis
+
+MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
+
+
+def moments(analysis: Analysis) -> Chart | Absent:
+    """The relative variance of Adam's first moment, as the paper plots it."""
+    title = "Variance of Adam's first moment"
+    runs = [(run, run.moments) for run in analysis.runs if run.moments]
+    if not runs:
+        return Absent(title, "No run has recorded it; train with --record-moments.")
+    cells = [(run, m, g) for run, m in runs for name in MATRICES for g in m.groups if g.group == name]
+    depth = max(len(g.relative[0]) for _, _, g in cells)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(cells), narrow, columns=len(MATRICES), height=2.3, sharey=True, sharex=not narrow)
+        for ax, (run, m, g) in zip(axes, cells, strict=True):
+            layer_lines(ax, np.array(m.steps) / m.total_steps, m.total_steps * np.array(g.relative), depth)
+            if m.warmup > 0:
+                ax.axvline(m.warmup, color=INK, lw=0.8, ls=(0, (1, 1.5)))
+            ax.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            ax.set(xlabel="part of training", ylabel="relative variance", xlim=(0, 1))
+            ax.set_title(f"{run.label}, {g.group}", fontsize=8)
+        outer_labels(axes, narrow)
+        depth_bar(figure, axes, depth, narrow)
+        return figure
+
+    ends = [f"{run.label} {g.group} {number(g.peak)} at {percent(g.peak_at, 0)}" for run, _, g in cells]
+    return Chart(
+        name="moments",
+        title=title,
+        caption="Variance over the entries of the first moment m_t, divided by its sum over training and multiplied by "
+        "the number of steps: at 1, the dashed line, a step is as restless as the mean. One line per layer. Dotted: "
+        "the end of warm-up.",
+        alt=f"Line charts by matrix and run. Peak and when it is reached: {'; '.join(ends)}.",
+        columns=("run", "group", "step", "layer", "relative_variance"),
+        rows=tuple(
+            (run.label, g.group, step, i + 1, value)
+            for run, m in runs
+            for g in m.groups
+            for step, row in zip(m.steps, g.relative, strict=True)
+            for i, value in enumerate(row)
+        ),
+        draw=draw,
+    )
+
+
+def robustness(analysis: Analysis) -> Chart | Absent:
+    """What unusual inputs do to the stream and to the loss."""
+    title = "Inputs unlike the training text"
+    runs = [(run, run.robustness) for run in analysis.runs if run.robustness]
+    if not runs:
+        return Absent(title, "Robustness was not measured.")
+    style = looks_of([run for run, _ in runs])
+    names = list(dict.fromkeys(s.name for _, found in runs for s in found.shifts))
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(3, narrow, height=3.6, sharey=not narrow)
+        for place, (run, found) in enumerate(runs):
+            look = style[run.label]
+            aside = 0.13 * (place - (len(runs) - 1) / 2)
+            y = [names.index(s.name) + aside for s in found.shifts]
+            text = found.shifts[0]
+            nothing = float("nan")
+            relative = [(s.mean or nothing) / (text.mean or nothing) for s in found.shifts]
+            extreme = [
+                (s.stream[s.worst_layer - 1].mean or nothing) / (text.stream[s.worst_layer - 1].mean or nothing)
+                if s.worst_layer
+                else nothing
+                for s in found.shifts
+            ]
+            for ax, values in zip(axes, (relative, extreme, [s.loss or nothing for s in found.shifts]), strict=True):
+                ax.plot(values, y, look.marker, color=look.color, ms=6, label=run.label)
+        for ax in axes[:2]:
+            ax.axvline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            ax.set_xlim(left=0)
+        axes[0].set(title="Residual norm", xlabel="mean over that on text")
+        axes[1].set(title="Where it changes most", xlabel="layer's mean over that on text")
+        axes[2].set(title="Loss", xlabel="loss")
+        for ax in axes:
+            ax.set_yticks(range(len(names)), names)
+            ax.set_ylim(len(names) - 0.5, -0.5)
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    parts = [
+        f"{run.label}: " + ", ".join(f"{s.name} {number(s.change)}" for s in found.shifts[1:]) for run, found in runs
+    ]
+    return Chart(
+        name="robustness",
+        title=title,
+        caption="Mean length of the residual stream over that on validation text: over all layers, and in the layer "
+        "where it changes most; and the loss. At the dashed line nothing changes. Of longer contexts only what lies "
+        "beyond the trained one counts.",
+        alt=f"Dot charts. By what factor the residual norm changes: {'; '.join(parts)}.",
+        columns=("run", "input", "sequences", "length", "place", "mean", "std", "loss"),
+        rows=tuple(
+            (run.label, s.name, s.sequences, s.length, i + 1, stats.mean, stats.std, s.loss)
+            for run, found in runs
+            for s in found.shifts
+            for i, stats in enumerate(s.stream)
+        ),
+        draw=draw,
+    )
+
+
+def attention(analysis: Analysis) -> Chart | Absent:
+    """How far attention is from dense."""
+    title = "Row norms of the attention matrices"
+    runs = [(run, run.attention) for run in analysis.runs if run.attention]
+    if not runs:
+        return Absent(title, "Attention was not measured.")
+    depth = max(run.layers for run, _ in runs)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(runs), narrow, columns=min(4, len(runs)), height=3.0, sharey=True)
+        for ax, (run, found) in zip(axes, runs, strict=True):
+            r = np.array([(b.first * b.last) ** 0.5 for b in found[0].bins])
+            values = [[b.norm if b.norm is not None else float("nan") for b in layer.bins] for layer in found]
+            layer_lines(ax, r, np.array(values).T, depth)
+            ax.plot(r, r**-0.5, color=INK, lw=1, ls=(0, (4, 3)))
+            ax.set(title=run.label, xlabel="row r", ylabel="‖a_r‖")
+            plain_log_axis(ax, "x")
+        plain_log_axis(axes[0])
+        outer_labels(axes, narrow)
+        depth_bar(figure, axes, depth, narrow)
+        return figure
+
+    parts = [
+        f"{run.label} {number(min(x.total.scaled or 0 for x in found))} to "
+        f"{number(max(x.total.scaled or 0 for x in found))}"
+        for run, found in runs
+    ]
+    return Chart(
+        name="attention",
+        title=title,
+        caption="Mean length of row r of the attention matrices, over heads and text, one line per layer. Dashed: "
+        "1/√r, the length if attention were dense. At 1 a row attends to a single token.",
+        alt=f"Line charts on logarithmic axes. Mean of √r·‖a_r‖ by layer, 1 if dense: {'; '.join(parts)}.",
+        columns=("run", "layer", "first", "last", "norm", "dense", "scaled", "effective"),
+        rows=tuple(
+            (run.label, layer.layer, b.first, b.last, b.norm, b.dense, b.scaled, b.effective)
+            for run, found in runs
+            for layer in found
+            for b in layer.bins
+        ),
+        draw=draw,
+    )
+
+
+SHIFT_CHARTS: tuple[Callable[[Analysis], Chart | Absent], ...] = (moments, robustness, attention)

@@ -1,0 +1,52 @@
+"""An analysis as files: analysis.json, analysis.md with its tables, and figures/."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from angpt.analysis.analyse import Analysis
+from angpt.analysis.charts import LAYER_CHARTS, input_norms, row_norms
+from angpt.analysis.claims import claims
+from angpt.analysis.shift_charts import SHIFT_CHARTS
+from angpt.analysis.tables import tables
+from angpt.report.chart import Chart, write_chart
+from angpt.studies.text import quantity
+from angpt.system import write_atomically
+
+
+def write_analysis(analysis: Analysis, out: Path, command: str) -> Path:
+    """Write everything into the folder `out`; the path of analysis.md."""
+    analysis.write(out / "analysis.json")
+    found = [make(analysis) for make in (input_norms, row_norms, *LAYER_CHARTS, *SHIFT_CHARTS)]
+    charts = [chart for chart in found if isinstance(chart, Chart)]
+    write_charts(charts, out)
+    path = out / "analysis.md"
+    write_atomically(path, markdown(analysis, charts, command))
+    return path
+
+
+def write_charts(charts: Sequence[Chart], out: Path) -> None:
+    figures = out / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    for chart in charts:
+        write_chart(chart, figures)
+
+
+def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
+    """Tables and figures as a document."""
+    lines = ["# Inside the models", "", f"Made by `{command}`.", ""]
+    for run in analysis.runs:
+        lines.append(
+            f"- {run.label}: {quantity(run.parameters)} parameters, {run.layers} layers, context {run.context:,}, "
+            f"{quantity(run.tokens)} tokens, seed {run.seed}; measured on {run.measured_tokens:,} tokens"
+        )
+    if found := claims(analysis):
+        lines += ["", "## The paper's picture", "", "| the paper | here | holds |", "|---|---|---|"]
+        lines += [f"| {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in found]
+    lines += ["", "## Tables", ""]
+    for table in tables(analysis):
+        lines += [table.markdown(), ""]
+    if charts:
+        lines += ["## Figures", ""]
+    for chart in charts:
+        lines += [f"![{chart.alt}](figures/{chart.name}.png)", "", f"*{chart.title}. {chart.caption}*", ""]
+    return "\n".join(lines)
