@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angpt.analysis.probe import Lengths, Probe, finite, length, observe, ratio
+from angpt.analysis.probe import Lengths, Probe, constants, finite, length, observe, ratio
 from angpt.data.loader import Batch
 from angpt.models.decoder import Block, Decoder
-from angpt.models.factors import NONE, Factors
+from angpt.models.factors import Factors
 from angpt.models.primitives import lerp, norm, split_heads, wide
 
 SYMBOLS = {
@@ -88,26 +88,23 @@ class FactorProbe(Probe):
             self.units.setdefault((name, layer), Lengths()).add(unit)
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
-        nu = NONE  # an architecture without factors
-        if isinstance(own := getattr(block, "nu", None), Factors):
-            self.constants[layer] = nu = own
-        into = length(x)
+        nu, into, out = constants(block), length(x), length(y)
+        if isinstance(getattr(block, "nu", None), Factors):
+            self.constants[layer] = nu
         match name:
             case "W_qkv":
                 for part, vectors in zip("qkv", split_heads(y, block.d_head), strict=True):
-                    plain = length(vectors) / nu.qkv  # (B, H, T)
+                    plain = length(vectors)  # (B, H, T)
                     self.note(part, layer, plain, plain / into[:, None])
             case "W_p":
-                plain = length(y) / nu.p
-                self.note("p", layer, plain, plain * math.sqrt(y.shape[-1] // block.d_head) / into)
+                self.note("p", layer, out * nu.qkv, out * math.sqrt(y.shape[-1] // block.d_head) / into)
             case "W_uz":
                 for part, vectors in zip("uz", y.chunk(2, dim=-1), strict=True):
-                    plain = length(vectors) / nu.uz
+                    plain = length(vectors)
                     self.note(part, layer, plain, plain / into)
-            case "W_d":  # multiplies with ν_acf as well
-                plain = length(y) / nu.d
+            case "W_d":
                 self.note("acf", layer, into)
-                self.note("d", layer, plain, plain / (into * nu.acf))
+                self.note("d", layer, out * nu.acf, out / into)
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.interpolation("lerp_a", getattr(block, "alpha_a", None), layer, block, h, x)
@@ -120,11 +117,11 @@ class FactorProbe(Probe):
     ) -> None:
         if scale is None:
             return
-        h, x, alpha = wide(h), wide(x), scale()
-        self.note(name, layer, length(lerp(h, x, alpha)), length(lerp(norm(h), norm(x), alpha)))
+        h, x, alpha = wide(h), norm(wide(x)), scale()
+        self.note(name, layer, length(lerp(h, x, alpha)), length(lerp(norm(h), x, alpha)))
         if (factor := getattr(block, "nu_lerp", None)) is not None:
             self.applied.setdefault((name, layer), Lengths()).add(length(lerp(h, x, alpha, factor(alpha))))
-        cosines = (norm(h) * norm(x)).sum(dim=-1).double()
+        cosines = (norm(h) * x).sum(dim=-1).double()
         total, count = self.cosines.get((name, layer), (torch.zeros((), device=h.device), 0))
         self.cosines[name, layer] = total + cosines.sum(), count + cosines.numel()
 

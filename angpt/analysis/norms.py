@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from angpt.analysis.history import History
-from angpt.analysis.probe import Lengths, Probe, Stats, length, observe, ratio
+from angpt.analysis.probe import Lengths, Probe, Stats, added, constants, length, observe, ratio
 from angpt.data.loader import Batch
 from angpt.models.constraints import norms as lengths_along
 from angpt.models.decoder import Block, Decoder
+from angpt.models.primitives import wide
 from angpt.training.moments import matrix_group
 
 ON_BOUND = 1e-3
@@ -34,7 +35,7 @@ class BlockNorms:
     input: float | None
     """What the first linear map sees: in GPT+ the normed stream, elsewhere the stream itself."""
     output: float | None
-    """What the last linear map makes of it, in front of any norm."""
+    """What the last linear map makes of it, with its factors, in front of any norm."""
     update: float | None
     """What the residual stream receives."""
     after: float | None
@@ -101,26 +102,27 @@ class NormProbe(Probe):
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.note("attention", "stream", layer, h)
-        self.note("attention", "update", layer, x)
+        self.note("attention", "update", layer, added(block, x))
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.note("attention", "after", layer, h)
         self.note("mlp", "stream", layer, h)
-        self.note("mlp", "update", layer, x)
+        self.note("mlp", "update", layer, added(block, x))
 
     def output(self, layer: int, h: Tensor) -> None:
         self.note("mlp", "after", layer, h)
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
+        nu = constants(block)
         match name:
             case "W_qkv":
                 self.note("attention", "input", layer, x)
             case "W_p":
-                self.note("attention", "output", layer, y)
+                self.note("attention", "output", layer, wide(y) * (nu.qkv * nu.p))
             case "W_uz":
                 self.note("mlp", "input", layer, x)
             case "W_d":
-                self.note("mlp", "output", layer, y)
+                self.note("mlp", "output", layer, wide(y) * (nu.acf * nu.d))
 
     def stream(self) -> tuple[Stats, ...]:
         entering = [self.found["attention", "stream", layer] for layer in range(self.layers)]
@@ -159,7 +161,7 @@ def gamma_norms(model: Decoder) -> dict[str, tuple[float, ...]]:
     for owner in [*model.blocks, model]:
         for name, part in owner.named_children():
             if isinstance(gamma := getattr(part, "gamma", None), Tensor):
-                found.setdefault(name, []).append(gamma.norm().item() * getattr(part, "factor", 1.0))
+                found.setdefault(name, []).append((gamma * getattr(part, "factor", 1.0)).norm().item())
     return {name: tuple(values) for name, values in found.items()}
 
 

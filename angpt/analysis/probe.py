@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from angpt.data.loader import Batch
+from angpt.models import angpt, ngpt
 from angpt.models.decoder import Block, Decoder
-from angpt.models.primitives import Context, Linear, wide
+from angpt.models.factors import NONE, Factors
+from angpt.models.primitives import Context, Linear, norm, wide
 
 LOGITS = 1 << 26
 """Logits that exist at a time: 256 MiB of fp32. A long sequence of a large vocabulary would fill the memory."""
@@ -91,14 +93,29 @@ def length(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(wide(x), dim=-1)
 
 
+def constants(block: Block) -> Factors:
+    """The constant factors of a block, all 1 where the architecture has none.
+
+    The models multiply with ν_qkv, ν_p, ν_acf and ν_d where it is cheapest, in the residual update: what a probe sees
+    of the linear maps is without them.
+    """
+    found = getattr(block, "nu", NONE)
+    return found if isinstance(found, Factors) else NONE
+
+
+def added(block: Block, x: Tensor) -> Tensor:
+    """What the residual stream receives of x: the norm behind a block belongs to the update in nGPT and anGPT."""
+    return norm(wide(x)) if isinstance(block, ngpt.Block | angpt.Block) else x
+
+
 class Probe:
     """What a probe can see; each overrides what it wants. Layers count from 0."""
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        """The attention of a layer has made x from the stream h."""
+        """The attention of a layer has made x, in front of any norm, from the stream h."""
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        """The MLP of a layer has made x from the stream h."""
+        """The MLP of a layer has made x, in front of any norm, from the stream h."""
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
         """A linear map of a block has made y = W x · scale."""

@@ -6,6 +6,7 @@ is made from these records by `angpt.analysis.moments`.
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,17 @@ def default_interval(steps: int) -> int:
     return max(CLOSEST, math.ceil(steps / RECORDS))
 
 
+class HasMoments(Protocol):
+    """An optimizer that keeps torch's layout of its state."""
+
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]: ...
+
+
 class MomentRecorder:
     """Notes the variances after a step without waiting for the device; they are read when the losses are."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, matrices: Mapping[str, nn.Parameter], every: int) -> None:
+    def __init__(self, optimizer: HasMoments, matrices: Mapping[str, nn.Parameter], every: int) -> None:
         self.optimizer, self.every = optimizer, every
         self.parameters = list(matrices.values())
         self.groups = [matrix_group(name) for name in matrices]
@@ -39,7 +47,8 @@ class MomentRecorder:
     def note(self, step: int) -> None:
         """Called after every step (counted from 1)."""
         if self.due(step):
-            moments = (self.optimizer.state[p]["exp_avg"] for p in self.parameters)
+            state = self.optimizer.state
+            moments = (state[p]["exp_avg"] for p in self.parameters)
             self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
 
     def drain(self) -> Iterator[tuple[int, dict[str, list[float] | float]]]:

@@ -119,7 +119,7 @@ class Trainer:
         self.pending: list[tuple[int, Tensor, Tensor]] = []
         self.moments: MomentRecorder | None = None
         if self.config.record_moments:
-            self.moments = MomentRecorder(self.optimizer, self.model.matrices(), default_interval(plan.steps))
+            self.moments = MomentRecorder(self.engine.optimizer, self.model.matrices(), default_interval(plan.steps))
 
     def load(self, path: Path) -> None:
         """Take over the state of a checkpoint."""

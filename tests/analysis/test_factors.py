@@ -6,6 +6,7 @@ import torch
 
 from angpt.analysis import factors
 from angpt.models.factors import constants, nu_lerp
+from angpt.models.primitives import norm
 from angpt.models.variants import build
 from tests.analysis.conftest import some_batches, tiny
 
@@ -76,13 +77,13 @@ def test_against_a_slow_walk_with_every_factor_in_its_place(architecture):
                 assert found[name, layer].unit == pytest.approx(1 / rms(unit), rel=1e-9)
             seen = []
             hook = block.W_p.register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0]))
-            h_a = block.attention(h, ctx)
+            h_a = norm(block.attention(h, ctx))
             hook.remove()
-            out = seen[0] @ block.W_p.weight.T
+            out = (seen[0] * nu.qkv) @ block.W_p.weight.T  # the model multiplies with ν_qkv later
             assert found["p", layer].measured == pytest.approx(1 / rms(out), rel=1e-9)
-            assert found["p", layer].unit == pytest.approx(
-                1 / rms(out * math.sqrt(2) / seen[0].norm(dim=-1, keepdim=True)), rel=1e-9
-            )
+            unit = seen[0] * math.sqrt(2) / seen[0].norm(dim=-1, keepdim=True)
+            assert found["p", layer].unit == pytest.approx(1 / rms(unit @ block.W_p.weight.T), rel=1e-9)
+            assert found["p", layer].nu == nu.p
             alpha = block.alpha_a()
             mixed = (1 - alpha) * h + alpha * h_a
             scaled = mixed * block.nu_lerp(alpha)
@@ -108,7 +109,7 @@ def test_against_a_slow_walk_with_every_factor_in_its_place(architecture):
                 (lengths.std(correction=0) / lengths.mean()).item(), rel=1e-6
             )
             assert found["d", layer].error == pytest.approx((1 / lengths).mean().item() * rms(down) - 1, rel=1e-6)
-            h_m = block.mlp(h)
+            h_m = norm(block.mlp(h))
             assert found["lerp_m", layer].cosine == pytest.approx(
                 torch.nn.functional.cosine_similarity(h, h_m, dim=-1).mean().item(), rel=1e-9
             )

@@ -62,7 +62,16 @@ def test_text_comes_in_windows_with_their_targets(source):
 
 def test_every_kind_of_input_is_what_it_says(source):
     found = by_name(source)
-    assert list(found) == ["same token", "random", "rare", "context × 2", "context × 4", "whitespace", "German", "Russian"]
+    assert list(found) == [
+        "same token",
+        "random",
+        "rare",
+        "context × 2",
+        "context × 4",
+        "whitespace",
+        "German",
+        "Russian",
+    ]
     same = found["same token"].tokens
     assert same.shape == (4, CONTEXT + 1)
     assert all(len(set(row)) == 1 for row in same.tolist())

@@ -8,7 +8,9 @@ from angpt.analysis import norms
 from angpt.analysis.history import History
 from angpt.models import decoder
 from angpt.models.constraints import Constraint, apply_constraints
+from angpt.models.factors import nu_lerp
 from angpt.models.gptplus import GPTPlus
+from angpt.models.primitives import norm
 from tests.analysis.conftest import some_batches, tiny
 
 ATTENTION, MLP, START = (0.5, 1.25), (2.0, 0.8), 3.0
@@ -94,27 +96,36 @@ def test_against_a_slow_walk_through_the_model(architecture):
         for layer, block in enumerate(model.blocks):
             seen = {}
             hooks = [
-                part.register_forward_hook(lambda _, args, y, name=name: seen.update({name: (args[0], y)}))
+                part.register_forward_hook(lambda _, args, y, name=name, seen=seen: seen.update({name: (args[0], y)}))
                 for name, part in block.named_children()
                 if name.startswith("W_")
             ]
             entering = h
             h_a = block.attention(h, ctx)
-            after = {"gpt+": lambda h=h, h_a=h_a: h + h_a}.get(
-                architecture, lambda h=h, h_a=h_a, block=block: block.update(h, h_a, block.alpha_a())
-            )()
+            if architecture != "gpt+":
+                h_a = norm(h_a)
+            match architecture:
+                case "gpt+":
+                    after = h + h_a
+                case "ngpt":
+                    after = norm(h + block.alpha_a() * (h_a - h))
+                case "angpt":
+                    after = (h + block.alpha_a() * (h_a - h)) * nu_lerp(block.alpha_a())
             h_m = block.mlp(after)
+            if architecture != "gpt+":
+                h_m = norm(h_m)
             h = block(h, ctx)
+            in_maps = (block.nu.qkv * block.nu.p, block.nu.acf * block.nu.d) if architecture == "angpt" else (1, 1)
             for hook in hooks:
                 hook.remove()
             attention, mlp = found.attention[layer], found.mlp[layer]
             assert found.stream[layer].mean == pytest.approx(mean_length(entering), rel=1e-9)
             assert attention.input == pytest.approx(mean_length(seen["W_qkv"][0]), rel=1e-9)
-            assert attention.output == pytest.approx(mean_length(seen["W_p"][1]), rel=1e-9)
+            assert attention.output == pytest.approx(in_maps[0] * mean_length(seen["W_p"][1]), rel=1e-9)
             assert attention.update == pytest.approx(mean_length(h_a), rel=1e-9)
             assert attention.after == mlp.stream == pytest.approx(mean_length(after), rel=1e-9)
             assert mlp.input == pytest.approx(mean_length(seen["W_uz"][0]), rel=1e-9)
-            assert mlp.output == pytest.approx(mean_length(seen["W_d"][1]), rel=1e-9)
+            assert mlp.output == pytest.approx(in_maps[1] * mean_length(seen["W_d"][1]), rel=1e-9)
             assert mlp.update == pytest.approx(mean_length(h_m), rel=1e-9)
             assert mlp.after == pytest.approx(mean_length(h), rel=1e-9)
             assert mlp.maps == pytest.approx(mlp.output / mlp.input, rel=1e-12)
@@ -129,9 +140,9 @@ def test_gamma_of_every_norm_with_its_constant():
             block.norm_m.gamma.fill_(0.5)
         model.norm_h.gamma.zero_()[:9] = 2
     found = norms.gamma_norms(model)
-    assert found["norm_a"] == pytest.approx((1.5 * 4, 2.5 * 4 / math.sqrt(2)), rel=1e-9)
-    assert found["norm_m"] == pytest.approx((0.5 * 4, 0.5 * 4 / math.sqrt(2)), rel=1e-9)
-    assert found["norm_h"] == pytest.approx((6.0,), rel=1e-9)
+    assert found["norm_a"] == pytest.approx((1.5 * 4, 2.5 * 4 / math.sqrt(2)), rel=1e-6)
+    assert found["norm_m"] == pytest.approx((0.5 * 4, 0.5 * 4 / math.sqrt(2)), rel=1e-6)
+    assert found["norm_h"] == pytest.approx((6.0,), rel=1e-6)
     assert norms.gamma_norms(tiny("angpt")) == {}
     assert norms.gamma_norms(tiny("gpt+/dyt"))["norm_h"]
 
@@ -146,7 +157,9 @@ def test_rows_and_how_many_sit_on_the_bound():
     found = {(r.group, r.layer): r for r in norms.row_norms(model)}
     assert len(found) == 2 + 2 * 4
     planted = found["W_p", 2]
-    assert (planted.mean, planted.on_bound, planted.low, planted.high) == pytest.approx((0.875, 0.75, 0.5, 1.0), rel=1e-4)
+    assert (planted.mean, planted.on_bound, planted.low, planted.high) == pytest.approx(
+        (0.875, 0.75, 0.5, 1.0), rel=1e-4
+    )
     assert planted.std == pytest.approx(math.sqrt(0.75) / 4, rel=1e-4)
     assert (planted.constraint, planted.vectors) == ("bound", 16)
     assert found["W_e", None].vectors == 61

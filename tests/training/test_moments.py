@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import statistics
@@ -7,13 +8,15 @@ import pytest
 import torch
 
 from angpt.config import preset
+from angpt.data.loader import Batch
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.engine import Engine
 from angpt.training.moments import MomentRecorder, default_interval, matrix_group
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import make_optimizer, resume, start
+from angpt.training.trainer import resume, start
 from tests.training.conftest import parameters, small, without_timing
 
 
@@ -91,20 +94,15 @@ def test_a_resumed_run_leaves_the_same_records(data, tmp_path):
 
 def overhead(name: str, device: str, repeats: int = 5) -> float:
     """Time of recording over time of training, at the default interval: both the median of several."""
-    plan = make_plan(preset(name))
-    model = build(plan.config.model).to(device)
-    optimizer = make_optimizer(model, plan)
-    recorder = MomentRecorder(optimizer, model.matrices(), default_interval(plan.steps))
-    tokens = torch.randint(plan.config.model.vocab_size, (plan.micro_batch, plan.config.model.context + 1))
-    tokens = tokens.to(device)
+    plan = make_plan(dataclasses.replace(preset(name), device=device))
+    engine = Engine(build(plan.config.model).to(device), plan.config.optimizer, plan.dtype, plan.compile)
+    recorder = MomentRecorder(engine.optimizer, engine.model.matrices(), default_interval(plan.steps))
+    tokens = torch.randint(plan.config.model.vocab_size, (plan.sequences, plan.config.model.context + 1)).to(device)
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], None)
 
     def step() -> None:
-        for _ in range(plan.micro_steps):
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-            torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        engine.backward(batch, plan.micro_batch)
+        engine.step(1, plan.peak_lr)
 
     def record() -> None:
         recorder.note(recorder.every)
