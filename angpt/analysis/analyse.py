@@ -13,7 +13,7 @@ from angpt.analysis import learned, moments, norms, robustness
 from angpt.analysis.attention import AttentionProbe, LayerAttention
 from angpt.analysis.factors import FactorInTheWild, FactorProbe
 from angpt.analysis.history import History
-from angpt.analysis.inputs import Source, conditions, text_batches, token_counts
+from angpt.analysis.inputs import Condition, Source, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
 from angpt.config import TrainConfig, from_dict
 from angpt.data.shards import TokenData
@@ -76,7 +76,7 @@ class Analysis:
     def read(cls, path: Path) -> Self:
         try:
             return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, UserError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(f"{path}: cannot be read ({error}); remove it and analyse again") from error
 
     def write(self, path: Path) -> None:
@@ -142,7 +142,7 @@ def analyse_run(
         if "robustness" in parts:
             assert counts is not None
             unusual = conditions(source, max(1, tokens // SHIFTED), counts)
-            total += sum(c.tokens.size for c in unusual if hasattr(c, "tokens"))
+            total += sum(c.tokens[:, 1:].size for c in unusual if isinstance(c, Condition))
 
         def done(count: int) -> None:
             nonlocal measured

@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from angpt.report.chart import Absent, Chart, Drawn, write_chart
 from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
+from angpt.report.inside import look_inside
 from angpt.report.layer_figures import alphas, input_norms, row_norms
 from angpt.report.records import Study, read_study
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
@@ -71,6 +72,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         colors={a: look.color for a, look in looks(result.architectures).items()},
         figures=drawn,
         evaluations=read_evaluations(material),
+        inside=look_inside(material, study, out),
         samples=make_samples(material),
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
         f"{TEMPERATURE:g} among the {TOP_K} likeliest tokens, seed {SEED}",

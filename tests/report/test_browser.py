@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.browser import Browser, chromium, find_chromium
 from tests.report.conftest import Written
-from tests.report.test_page import CHARTS, assert_table_is_result
+from tests.report.test_page import CHARTS, INSIDE, assert_table_is_result
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")
@@ -39,7 +39,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def test_the_page_is_drawn_alone_and_fits(browser: Browser, complete: Written, width: int, dark: bool) -> None:
     tab = browser.tab().open(complete.page, width, dark)
     figures = tab.evaluate(FIGURES)
-    assert [figure["name"] for figure in figures] == list(CHARTS)
+    assert [figure["name"] for figure in figures] == list(CHARTS + INSIDE)
     for figure in figures:
         assert figure["shown"] == 1
         assert min(figure["width"], 950) >= min(width, 950) - 40

@@ -76,7 +76,7 @@ def test_a_report_of_trained_models(data: Path, tmp_path: Path) -> None:
         )
     page = write_report(tmp_path, folders, make_result(results), tmp_path / "out")
     html = page.read_text()
-    assert html.count("<svg ") == 12
+    assert html.count("<svg ") == 12 + 16  # and those of the inside
     assert html.count("<pre><span") == 6
     assert torch.__version__ in html
     losses = (tmp_path / "out" / "figures" / "loss.csv").read_text().splitlines()

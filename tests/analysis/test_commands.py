@@ -1,0 +1,105 @@
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from angpt.analysis.commands import ALL
+from angpt.cli import main
+
+pytest.importorskip("matplotlib")
+
+
+def run(capsys, *args):
+    code = 0
+    try:
+        main(["analyze", *map(str, args)])
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, " ".join((captured.out + captured.err).split())
+
+
+@pytest.fixture(scope="module")
+def written(runs, tmp_path_factory):
+    out = tmp_path_factory.mktemp("analysis") / "out"
+    command = ["analyze", *map(str, runs.values()), "--tokens", "256", "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "angpt", *command], capture_output=True, text=True, check=True)
+    return out, done.stdout
+
+
+CHARTS = ("input-norms", "row-norms", "norms", "gamma", "bound", "factors", "learned", "logit-scales", "moments",
+          "robustness", "attention")  # fmt: skip
+
+
+def test_json_markdown_and_figures_are_written(written):
+    out, _ = written
+    found = json.loads((out / "analysis.json").read_text())
+    assert [r["label"] for r in found["runs"]] == ["GPT+", "GPT+ without warm-up", "nGPT", "anGPT"]
+    assert all(r[part] is not None for r in found["runs"] for part in ALL)
+    page = (out / "analysis.md").read_text()
+    for name in CHARTS:
+        assert f"(figures/{name}.png)" in page
+        assert (out / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert len((out / "figures" / f"{name}.csv").read_text().splitlines()) > 2
+    assert "Made by `angpt analyze " in page
+    assert page.count("\n| ") > 60
+    assert "NaN" not in (out / "analysis.json").read_text()
+
+
+def test_the_terminal_shows_the_same_tables_uncut(written):
+    out, shown = written
+    page = (out / "analysis.md").read_text()
+    assert "…" not in shown
+    titles = re.findall(r"^\*\*(.*)\*\*$", page, flags=re.MULTILINE)
+    assert len(titles) == 10
+    for title in titles:
+        assert title in shown
+    for row in re.findall(r"^\| (maps: .*) \|$", page, flags=re.MULTILINE):
+        assert " ".join(row.replace("|", " ").split()) in " ".join(shown.split())
+    assert str(out / "analysis.md") in shown
+
+
+def test_parts_alone(capsys, runs, tmp_path):
+    code, out, _ = run(capsys, runs["angpt"], "--parts", "attention", "--tokens", 64, "--out", tmp_path / "out")
+    assert code == 0
+    assert "Rows of the attention matrices" in out
+    assert "Learned parameters" not in out
+    assert {p.stem for p in (tmp_path / "out" / "figures").iterdir()} == {"attention"}
+    assert "--parts attention" in (tmp_path / "out" / "analysis.md").read_text()
+
+
+def test_the_toy_examples_need_no_run(capsys, tmp_path):
+    code, _, _ = run(capsys, "--parts", "toy", "--out", tmp_path)
+    assert code == 0
+    assert {p.name for p in (tmp_path / "figures").glob("*.png")} == {"toy-preconditioning.png", "toy-residual.png"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "name run folders, or the folder of a comparison"),
+        (("/nowhere",), "/nowhere: no run folder"),
+        (("RUN", "--parts", "nroms"), "unknown part 'nroms': did you mean norms"),
+        (("RUN", "--data", "/nowhere"), "/nowhere: no such file or folder"),
+        (("RUN", "--tokens", "-5"), "tokens = -5: at least one is needed"),
+        (("RUN", "--tokens", "many"), "many"),
+        (("RUN", "--device", "gpu"), "device = 'gpu'"),
+        (("RUN", "--out", "FILE"), "is a file; choose another --out"),
+    ],
+)
+def test_mistakes_exit_with_2_and_no_traceback(capsys, runs, tmp_path, args, message):
+    (tmp_path / "file").write_text("")
+    replace = {"RUN": runs["angpt"], "FILE": tmp_path / "file"}
+    code, _, text = run(capsys, *(replace.get(a, a) for a in args), *(() if "--out" in args else ("--out", tmp_path)))
+    assert code == 2
+    assert message in text
+    assert "Traceback" not in text
+
+
+def test_a_folder_that_cannot_be_written_to(capsys, runs, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, text = run(capsys, runs["angpt"], "--parts", "learned", "--out", tmp_path / "file" / "below")
+    assert code == 2
+    assert "cannot be written" in text
