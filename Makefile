@@ -11,7 +11,7 @@ PREPARED := data/stdlib/index.json
 .PHONY: compare test test-slow lint format docs clean
 
 compare: $(PREPARED)
-	$(BIN)/angpt compare --preset laptop --out studies/compare --budgets 300k 600k --seeds 0 1 2
+	$(BIN)/angpt compare --preset laptop --out studies/compare --budgets 300k 600k --seeds 0 1 2 --record-moments
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
@@ -32,6 +32,7 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m angpt.models.table1
 	$(BIN)/angpt factors --size 0.5B --figure docs/figures/concentration.png
+	$(BIN)/python -m angpt.analysis.toy docs/figures
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

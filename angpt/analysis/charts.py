@@ -100,10 +100,10 @@ def norms(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="norms",
         title=title,
-        caption="At the last checkpoint, on validation text. Left: mean length of the residual stream as it enters "
-        "each layer and after the last, with its standard deviation over tokens. Middle: mean length behind the last "
-        "linear map of a block over that in front of its first, solid for attention, dashed for MLP. Right: what the "
-        "residual stream receives from the block over the stream.",
+        caption="At the last checkpoint, on validation text. The residual stream: mean length as it enters each layer "
+        "and after the last (“out”), with its standard deviation over tokens. Last map over first map: mean length "
+        "behind the last linear map of a block over that in front of its first. Update over stream: what the residual "
+        "stream receives from the block over the stream. Solid: attention, dashed: MLP.",
         alt=f"Line charts by layer. Length of the stream into the first layer and after the last: {'; '.join(ends)}.",
         columns=("run", "layer", "stream", "std", "attention_maps", "attention_update", "mlp_maps", "mlp_update"),
         rows=tuple(row for run, found in runs for row in _norm_rows(run, found)),
@@ -150,8 +150,8 @@ def gamma(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="gamma",
         title=title,
-        caption="Left: length of the learned γ of the norm in front of attention (solid) and MLP (dashed); it starts "
-        "at √d_m. Right: mean length of the stream that the norm is applied to.",
+        caption="Length of the learned γ of the norm in front of attention (solid) and MLP (dashed), which starts at "
+        "√d_m, and the mean length of the stream that the norm is applied to.",
         alt=f"Line charts by layer. Range of ‖γ‖: {'; '.join(ends)}.",
         columns=("run", "layer", "gamma_a", "gamma_m", "into_attention", "into_mlp"),
         rows=tuple(
@@ -215,6 +215,8 @@ def factors(analysis: Analysis) -> Chart | Absent:
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(runs), narrow, columns=2, height=3.4)
+        if narrow:
+            figure.set_figheight(figure.get_figheight() + 1.8)  # for the legend, which has a row per activation
         for (run, found), left, right in zip(runs, axes[::2], axes[1::2], strict=True):
             for name in ACTIVATIONS:
                 mine = [f for f in found if f.activation == name]
@@ -242,9 +244,9 @@ def factors(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="factors",
         title=title,
-        caption="On validation text. Left: the length of each activation after its factor, 1 if the factor were exact; "
-        "what a factor in front of it missed is included. Right: standard deviation of the length over its mean, which "
-        "no constant factor can remove.",
+        caption="On validation text: the length of each activation after its factor, 1 if the factor were exact (what "
+        "a factor in front of it missed is included), and the standard deviation of the length over its mean, which no "
+        "constant factor can remove.",
         alt=f"Line charts by layer. Length after the factor: {'; '.join(parts)}.",
         columns=("run", "factor", "activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation",
                  "cosine"),
@@ -272,7 +274,7 @@ def learned(analysis: Analysis) -> Chart | Absent:
     depth = max(values.shape[1] for _, _, (_, values) in series)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, height=2.6)
+        figure, axes = panels(len(series), narrow, columns=3 if len(series) <= 3 else 4, height=2.5)
         for ax, (run, name, (tokens, values)) in zip(axes, series, strict=True):
             layer_lines(ax, tokens, values, depth)
             ax.set_title(f"{run}, {names[name]}")

@@ -6,6 +6,7 @@ from math import sqrt
 
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
+from angpt.analysis.factors import ACTIVATIONS
 from angpt.analysis.tables import number, percent, span
 
 ORDER_ONE = 3.0
@@ -136,9 +137,10 @@ def errors(analysis: Analysis) -> Claim | None:
     off = [f.off for f in run.factors if f.off is not None and f.activation.startswith("lerp")]
     if worst is None:
         return None
+    where = f"{ACTIVATIONS[worst.activation]}, layer {worst.layer}"
     return Claim(
         "A constant in place of the norm errs by less than 2 %.",
-        f"Up to {percent(worst.error)} ({worst.activation}, layer {worst.layer}); ν(α)·√E‖·‖² is {span(off)}.",
+        f"Up to {percent(worst.error)} ({where}); ν(α)·√E‖·‖² is {span(off)}.",
         (worst.error or 0.0) < 0.02,
     )
 

@@ -92,7 +92,7 @@ def test_the_claim_about_factors_names_the_worst(measured):
         run = dataclasses.replace(measured.runs[-1], factors=rows)
         [claim] = [c for c in claims(Analysis((run,))) if "constant in place" in c.paper]
         assert claim.holds == holds
-    assert "30.0 % (d, layer 2)" in claim.here
+    assert "30.0 % (W_d h_m, layer 2)" in claim.here
 
 
 def test_runs_of_one_kind_make_no_comparison(measured):
