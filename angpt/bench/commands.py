@@ -110,6 +110,43 @@ def optimizer(
     write_json(out, where, [dataclasses.asdict(r) for r in results])
 
 
+def moments(
+    case: Annotated[str, tyro.conf.Positional] = "32M:16",
+    architectures: tuple[str, ...] = ARCHITECTURES,
+    context: int = 2048,
+    rounds: int = 10,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    out: Path | None = None,
+) -> None:
+    """What `--record-moments` adds to a training step, at the closest interval that a run uses.
+
+    Args:
+        case: SIZE:SEQUENCES, such as 32M:16.
+        architectures: What to measure.
+        context: Tokens per sequence.
+        rounds: How many turns step and record get.
+        device: Where to run; the GPU if there is one.
+        precision: Of matrix products; bf16 on a GPU.
+        out: Also write the results as JSON.
+    """
+    from angpt.bench.measure import positive, write_json
+    from angpt.bench.moments import bench_moments, table
+    from angpt.bench.train import Case
+    from angpt.config import ModelConfig
+
+    positive(rounds=rounds, context=context)
+    chosen, where = Case.parse(case), _device(device)
+    configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
+    console = Console()
+    console.print(_machine(device), highlight=False)
+    with console.status("measuring"):
+        compiled = where.type == "cuda"
+        results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
+    console.print(table(results))
+    write_json(out, where, [dataclasses.asdict(r) for r in results])
+
+
 def data(
     path: Annotated[Path, tyro.conf.Positional],
     context: int = 2048,
