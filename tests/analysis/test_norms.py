@@ -86,7 +86,7 @@ def mean_length(vectors):
     return statistics.fmean(math.sqrt(sum(x * x for x in row)) for row in rows)
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "angpt/const-x2"])
 def test_against_a_slow_walk_through_the_model(architecture):
     model = tiny(architecture)
     batches = some_batches(count=1)
@@ -109,13 +109,13 @@ def test_against_a_slow_walk_through_the_model(architecture):
                     after = h + h_a
                 case "ngpt":
                     after = norm(h + block.alpha_a() * (h_a - h))
-                case "angpt":
+                case _:
                     after = (h + block.alpha_a() * (h_a - h)) * nu_lerp(block.alpha_a())
             h_m = block.mlp(after)
             if architecture != "gpt+":
                 h_m = norm(h_m)
             h = block(h, ctx)
-            in_maps = (block.nu.qkv * block.nu.p, block.nu.acf * block.nu.d) if architecture == "angpt" else (1, 1)
+            in_maps = (block.nu.qkv * block.nu.p, block.nu.acf * block.nu.d) if hasattr(block, "nu") else (1, 1)
             for hook in hooks:
                 hook.remove()
             attention, mlp = found.attention[layer], found.mlp[layer]

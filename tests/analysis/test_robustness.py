@@ -6,6 +6,7 @@ import torch
 
 from angpt.analysis import robustness
 from angpt.analysis.inputs import Condition, Missing
+from angpt.analysis.probe import context_of
 from angpt.data.loader import Batch
 from tests.analysis.conftest import VOCAB, tiny
 
@@ -56,6 +57,17 @@ def test_planted_lengths(model):
     assert (beyond.mean, beyond.change) == pytest.approx((2, 1), rel=1e-4)
     assert (beyond.sequences, beyond.length) == (1, 12)
     assert [s.loss for s in found.shifts] == pytest.approx([math.log(VOCAB)] * 4, rel=1e-6)
+
+
+def test_the_loss_beyond_the_context_is_of_what_lies_there():
+    model = tiny("angpt")
+    tokens = rows(0, VOCAB, (3, 25))
+    found = robustness.measure(model, text(), [Condition("beyond", "", tokens, skip=12)], batch_tokens=24)
+    inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
+    with context_of(model, 24):
+        logits = model(inputs)
+    expected = torch.nn.functional.cross_entropy(logits[:, 12:].flatten(0, 1), targets[:, 12:].flatten())
+    assert found.shifts[1].loss == pytest.approx(expected.item(), rel=1e-9)
 
 
 def test_the_worst_layer_is_where_the_stream_changes_most(model):
