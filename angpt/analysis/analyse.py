@@ -100,6 +100,9 @@ def analyse(
         raise UserError(f"tokens = {tokens}: at least one is needed")
     if not runs:
         raise UserError("name at least one run folder")
+    resolved = [path.resolve() for path in runs]
+    if twice := next((path for path in runs if resolved.count(path.resolve()) > 1), None):
+        raise UserError(f"{twice}: is named twice")
     where = choose_device(device)
     names = labels([(path, Run.open(path).config()) for path in runs])
     return Analysis(
@@ -203,17 +206,17 @@ def open_source(config: TrainConfig, data: str | None, state: checkpoint.State) 
 
 
 def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:
-    """A name for each run: its architecture, whether it is without the warm-up that is usual for it, and the name of
-    its folder where that does not tell it from another."""
+    """A name for each run: its architecture, whether it is without the warm-up that is usual for it, and its folder
+    where that does not tell it from another."""
     names = []
     for _, config in runs:
         name = label(config.model.architecture)
         without = config.optimizer.warmup == 0 and rule_for(config.model.architecture).warmup > 0
         names.append(f"{name} without warm-up" if without else name)
-    return [
-        f"{name} ({path.resolve().name})" if names.count(name) > 1 else name
-        for name, (path, _) in zip(names, runs, strict=True)
-    ]
+    folders = [path.resolve().name for path, _ in runs]
+    if len(set(folders)) < len(folders):
+        folders = [str(path) for path, _ in runs]
+    return [f"{name} ({f})" if names.count(name) > 1 else name for name, f in zip(names, folders, strict=True)]
 
 
 def choose_device(name: str) -> torch.device:

@@ -43,6 +43,8 @@ def analyze(
     for part in parts:
         if part not in (*ALL, TOY):
             raise UserError(f"unknown part {part!r}: {nearest(part, (*ALL, TOY))}")
+    if not parts:
+        raise UserError(f"--parts needs at least one of {', '.join((*ALL, TOY))}")
     measured = [part for part in parts if part != TOY]
     folders = expand(runs)
     if measured and not folders:

@@ -22,8 +22,11 @@ def progress(console: Console) -> Iterator["Tick"]:
 
     def tick(run: str, done: int, total: int) -> None:
         if run not in tasks:
+            bar.start()  # not before there is something to show: an error comes without an empty line in front
             tasks[run] = bar.add_task(run, total=total)
         bar.update(tasks[run], completed=done)
 
-    with bar:
+    try:
         yield tick
+    finally:
+        bar.stop()

@@ -105,6 +105,8 @@ def test_labels_tell_runs_apart(runs, tmp_path):
     configs = {name: Run.open(path).config() for name, path in runs.items()}
     twice = [(tmp_path / "a", configs["angpt"]), (tmp_path / "b", configs["angpt"]), (tmp_path / "c", configs["gpt+"])]
     assert labels(twice) == ["anGPT (a)", "anGPT (b)", "GPT+"]
+    namesakes = [(tmp_path / "a" / "run", configs["angpt"]), (tmp_path / "b" / "run", configs["angpt"])]
+    assert labels(namesakes) == [f"anGPT ({tmp_path}/a/run)", f"anGPT ({tmp_path}/b/run)"]
 
 
 def test_documents_are_masked_where_the_run_did(runs, tmp_path):
@@ -127,6 +129,8 @@ def test_mistakes_say_what_to_do(runs, tmp_path, tokens):
         analyse([runs["angpt"]], tokens=0)
     with pytest.raises(UserError, match="no run folder"):
         analyse([tmp_path])
+    with pytest.raises(UserError, match="angpt: is named twice"):
+        analyse([runs["angpt"], runs["gpt+"], runs["angpt"]])
     with pytest.raises(UserError, match="did you mean cpu"):
         choose_device("cpuu")
     if not torch.cuda.is_available():

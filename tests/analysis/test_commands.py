@@ -1,12 +1,18 @@
 import json
 import re
+import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from angpt.analysis.commands import ALL
 from angpt.cli import main
+from angpt.studies.compare import Study
+from angpt.training.reporter import Quiet
+from angpt.training.trainer import start
+from tests.studies.conftest import tiny
 
 pytest.importorskip("matplotlib")
 
@@ -70,6 +76,41 @@ def test_parts_alone(capsys, runs, tmp_path):
     assert "--parts attention" in (tmp_path / "out" / "analysis.md").read_text()
 
 
+def test_of_a_comparison_one_run_per_architecture_is_taken(capsys, tokens, tmp_path):
+    study = Study.create(tmp_path / "study", tiny(tokens, architectures=("gpt+", "angpt")), "angpt compare")
+    code, _, text = run(capsys, study.folder)
+    assert code == 2
+    assert "no run has started yet" in text
+    for job in study.jobs(study.default_rates()):
+        start(job.config, job.folder, Quiet())
+    code, _, text = run(capsys, study.folder, "--parts", "learned")
+    assert code == 0
+    assert str(study.folder / "analysis" / "analysis.md") in text
+    found = json.loads((study.folder / "analysis" / "analysis.json").read_text())
+    assert [r["run"] for r in found["runs"]] == ["gpt+-4.096k-s0", "angpt-4.096k-s0"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_without_a_traceback_and_without_half_a_result(runs, tmp_path):
+    command = [sys.executable, "-m", "angpt", "analyze", str(runs["angpt"]), "--tokens", "100000000",
+               "--data", str(long_text(tmp_path)), "--out", str(tmp_path / "out")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=8)  # it measures, or still imports: both must stop
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in out
+    assert not (tmp_path / "out").exists()
+
+
+def long_text(folder):
+    for split in ("train", "val"):
+        np.random.default_rng(0).integers(61, size=20_000_000).astype("<u2").tofile(folder / f"{split}.bin")
+    return folder
+
+
 def test_the_toy_examples_need_no_run(capsys, tmp_path):
     code, _, _ = run(capsys, "--parts", "toy", "--out", tmp_path)
     assert code == 0
@@ -82,6 +123,7 @@ def test_the_toy_examples_need_no_run(capsys, tmp_path):
         ((), "name run folders, or the folder of a comparison"),
         (("/nowhere",), "/nowhere: no run folder"),
         (("RUN", "--parts", "nroms"), "unknown part 'nroms': did you mean norms"),
+        (("RUN", "--parts"), "--parts needs at least one of norms"),
         (("RUN", "--data", "/nowhere"), "/nowhere: no such file or folder"),
         (("RUN", "--tokens", "-5"), "tokens = -5: at least one is needed"),
         (("RUN", "--tokens", "many"), "many"),
