@@ -81,11 +81,13 @@ def ratios(analysis: Analysis) -> Claim | None:
         assert run.norms
         spreads.append([b.maps for b in (*run.norms.attention, *run.norms.mlp) if b.maps])
     wide = [max(s) / min(s) if s else 0.0 for s in spreads]
-    values = paper.RATIOS.values()
+    names = ("angpt", "gpt+")
+    low = {name: min(v[name] for v in paper.RATIOS.values()) for name in names}
+    high = {name: max(v[name] for v in paper.RATIOS.values()) for name in names}
     return Claim(
         "Output over input norm of the blocks is near 1 in anGPT "
-        f"({span([v['angpt'] for v in values])}) and varies widely in GPT+ ({span([v['gpt+'] for v in values])}; holds "
-        "if the highest is further from the lowest in GPT+).",
+        f"({low['angpt']:.2f} to {high['angpt']:.2f}) and varies widely in GPT+ ({low['gpt+']:.2f} to "
+        f"{high['gpt+']:.2f}; holds if the highest is further from the lowest in GPT+).",
         f"anGPT {span(list(spreads[0]))}, GPT+ {span(list(spreads[1]))}.",
         wide[1] > wide[0],
     )

@@ -43,14 +43,14 @@ class Table:
 
     def markdown(self) -> str:
         lines = [
-            _line(self.columns),
-            _line(["---"] + ["---:"] * (len(self.columns) - 1)),
-            *(_line(row) for row in self.rows),
+            markdown_row(self.columns),
+            markdown_row(["---"] + ["---:"] * (len(self.columns) - 1)),
+            *(markdown_row(row) for row in self.rows),
         ]
         return "\n".join([f"**{self.title}**", "", *lines, "", self.note])
 
 
-def _line(cells: Iterable[str]) -> str:
+def markdown_row(cells: Iterable[str]) -> str:
     bar = r"\|"
     return f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
 
@@ -62,6 +62,11 @@ def number(value: float | None, digits: int = 3) -> str:
     if abs(value) < 1e-6:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
+
+
+def printed(value: float | None) -> str:
+    """A number of the paper, which prints two decimals."""
+    return NONE if value is None else f"{value:,.2f}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -123,7 +128,7 @@ def ratios(analysis: Analysis) -> Table | None:
         for place in ("first", "middle", "last"):
             for part in ("attention", "MLP"):
                 of_paper = paper.RATIOS[f"{place} {part}"] if reading == "maps" else {}
-                cells = [number(of_paper.get(name)) for name in ("gpt+", "angpt")]
+                cells = [printed(of_paper.get(name)) for name in ("gpt+", "angpt")]
                 for run in runs:
                     assert run.norms
                     blocks = run.norms.attention if part == "attention" else run.norms.mlp
@@ -294,7 +299,7 @@ def distribution_shift(analysis: Analysis) -> Table | None:
     rows = []
     for name, found in paper.ROBUSTNESS.items():
         text, same = found["text"], found["same token"]
-        cells = [number(v) for v in (text.mean, text.std, same.mean, same.std, factor(text.mean, same.mean))]
+        cells = [printed(v) for v in (text.mean, text.std, same.mean, same.std, factor(text.mean, same.mean))]
         rows.append((f"{label(name)}, paper", *cells))
     for run in runs:
         assert run.robustness
@@ -320,8 +325,9 @@ def robustness(analysis: Analysis) -> Table | None:
     for run in runs:
         assert run.robustness
         for s in run.robustness.shifts:
-            where = "" if s.worst_layer is None else _place(s.worst_layer, run.layers)
-            worst = NONE if s.worst_change is None else f"{number(s.worst_change)}× {where}"
+            worst = NONE if s.worst_change is None else f"{number(s.worst_change)}×"
+            if s.worst_layer is not None and worst != "1.00×":
+                worst += f" {_place(s.worst_layer, run.layers)}"
             change = NONE if s.change is None else f"{number(s.change)}×"
             rows.append((f"{run.label}, {s.name}", number(s.mean), number(s.std), change, worst, number(s.loss, 4)))
     return Table(

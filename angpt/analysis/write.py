@@ -7,7 +7,7 @@ from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import LAYER_CHARTS, input_norms, row_norms
 from angpt.analysis.claims import claims
 from angpt.analysis.shift_charts import SHIFT_CHARTS
-from angpt.analysis.tables import tables
+from angpt.analysis.tables import markdown_row, tables
 from angpt.report.chart import Chart, write_chart
 from angpt.studies.text import quantity
 from angpt.system import write_atomically
@@ -41,7 +41,7 @@ def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
         )
     if found := claims(analysis):
         lines += ["", "## The paper's picture", "", "| the paper | here | holds |", "|---|---|---|"]
-        lines += [f"| {c.paper} | {c.here} | {'yes' if c.holds else '**no**'} |" for c in found]
+        lines += [markdown_row((c.paper, c.here, "yes" if c.holds else "**no**")) for c in found]
     lines += ["", "## Tables", ""]
     for table in tables(analysis):
         lines += [table.markdown(), ""]

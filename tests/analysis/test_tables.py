@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -8,6 +9,7 @@ from angpt.analysis.factors import FactorInTheWild
 from angpt.analysis.norms import BlockNorms
 from angpt.analysis.probe import Stats
 from angpt.analysis.tables import number, places, span, tables
+from angpt.analysis.write import markdown
 
 
 def stats(mean, std=0.0):
@@ -55,13 +57,13 @@ def test_tables_hold_the_planted_numbers_beside_those_of_the_paper(measured):
     assert streams["GPT+"][1:6] == ("1.50", "3.00", "3.00", "7.50", "1.50 to 7.50")
     assert streams["anGPT"][5] == "0.500 to 1.25"
     ratios = {row[0]: row[1:] for row in found["ratios"].rows}
-    assert ratios["maps: first attention"][:3] == ("0.0100", "1.07", "0.250")
+    assert ratios["maps: first attention"][:3] == ("0.01", "1.07", "0.250")
     assert ratios["maps: last MLP"] == ("5.83", "1.22", *["6.00"] * 4)
     assert ratios["update: last MLP"][:3] == ("–", "–", "1.50")
     assert ratios["stream: last MLP"][2] == "2.50"
     shift = {row[0]: row[1:] for row in found["shift"].rows}
-    assert shift["GPT+, paper"] == ("1,831", "354", "546", "78.8", "3.36")
-    assert shift["anGPT, paper"] == ("2.48", "0.180", "1.65", "0.150", "1.50")
+    assert shift["GPT+, paper"] == ("1,831.42", "353.93", "545.68", "78.80", "3.36")
+    assert shift["anGPT, paper"] == ("2.48", "0.18", "1.65", "0.15", "1.50")
     for table in found.values():
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert table.markdown().count("\n|") == len(table.rows) + 2
@@ -83,6 +85,14 @@ def test_claims_are_judged_by_the_criterion_that_they_state(measured):
     assert not found["The residual norm of GPT"].holds
     assert not found["That of anGPT stays of o"].holds
     assert len(found) == 10  # γ needs three layers
+
+
+def test_every_row_of_the_document_has_the_cells_of_its_heading(measured):
+    heading = 0
+    for line in markdown(measured, [], "angpt analyze").splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
+        assert not (heading and cells) or cells == heading, line
+        heading = cells
 
 
 def test_the_claim_about_factors_names_the_worst(measured):
