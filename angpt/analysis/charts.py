@@ -57,7 +57,7 @@ def row_norms(analysis: Analysis) -> Chart | Absent:
 def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
     """Layers from 1; `out` stands for after the last."""
     last = layers + out
-    ticks = sorted({1, *range(1, layers + 1, -(-layers // 8)), *([last] if out else [])})
+    ticks = sorted({1, last, *range(1, layers + 1, -(-layers // 8))})
     ticks = [tick for tick in ticks if tick in (1, last) or last - tick >= last / 10]
     ax.set_xticks(ticks, ["out" if out and tick == last else str(tick) for tick in ticks])
     ax.set_xlabel("layer")
