@@ -13,12 +13,12 @@ from angpt.analysis import learned, moments, norms, robustness
 from angpt.analysis.attention import AttentionProbe, LayerAttention
 from angpt.analysis.factors import FactorInTheWild, FactorProbe
 from angpt.analysis.history import History
-from angpt.analysis.inputs import Condition, Source, conditions, text_batches, token_counts
+from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
 from angpt.config import TrainConfig, from_dict
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
-from angpt.inference.generate import load_model
+from angpt.inference.source import open_source
 from angpt.studies.text import label
 from angpt.system import write_atomically
 from angpt.training import checkpoint
@@ -125,13 +125,14 @@ def analyse_run(
 ) -> RunAnalysis:
     """One run. What needs the text goes through the model once, for all parts together."""
     run = Run.open(path)
-    config, state = run.config(), newest_state(run)
+    config, stored = run.config(), open_source(path)
+    state = checkpoint.read_state(stored.weights[0].parent, verify=False)
     history = History.read(run, "layers")
     needs_text = any(part in parts for part in ("norms", "factors", "robustness", "attention"))
     needs_data = needs_text or "learned" in parts
-    model = load_model(path).to(device)
+    model = stored.decoder().to(device)
     bf16, batch_tokens = device.type == "cuda", MICRO_TOKENS[device.type]
-    source = open_source(config, data, state) if needs_data else None
+    source = open_text(config, data, state) if needs_data else None
     counts = None if source is None else token_counts(source.train, source.vocab_size)
 
     stream, factors, attention = norms.NormProbe(len(model.blocks)), FactorProbe(), AttentionProbe()
@@ -189,7 +190,7 @@ def newest_state(run: Run) -> checkpoint.State:
     return checkpoint.read_state(newest, verify=False)
 
 
-def open_source(config: TrainConfig, data: str | None, state: checkpoint.State) -> Source:
+def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) -> TextSource:
     """The text of a run, or other text that was made with the same tokenizer."""
     path, vocab = data or config.data.path, config.model.vocab_size
     train, val = TokenData.open(path, "train"), TokenData.open(path, "val")
@@ -202,7 +203,7 @@ def open_source(config: TrainConfig, data: str | None, state: checkpoint.State) 
                 f"{path}: the {split.split} split has token {split.max_token}, but the model's vocabulary has {vocab}; "
                 "choose the --data that belongs to the run"
             )
-    return Source(train, val, config.model.context, vocab, config.data.mask_documents)
+    return TextSource(train, val, config.model.context, vocab, config.data.mask_documents)
 
 
 def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:

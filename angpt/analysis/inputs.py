@@ -29,7 +29,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """The text that belongs to a model."""
 
     train: TokenData
@@ -65,7 +65,7 @@ class Missing:
     reason: str
 
 
-def text_batches(source: Source, tokens: int, batch_tokens: int) -> Iterator[Batch]:
+def text_batches(source: TextSource, tokens: int, batch_tokens: int) -> Iterator[Batch]:
     """About `tokens` tokens of validation text in windows of the context, spread over the split."""
     windows = max(1, tokens // source.context)
     size = max(1, batch_tokens // source.context)
@@ -101,7 +101,7 @@ def token_counts(train: TokenData, vocab_size: int, limit: int = COUNTED) -> Tok
     return counts
 
 
-def conditions(source: Source, tokens: int, counts: Tokens) -> list[Condition | Missing]:
+def conditions(source: TextSource, tokens: int, counts: Tokens) -> list[Condition | Missing]:
     """Inputs unlike the training text, about `tokens` tokens of each. Equal arguments give equal sequences."""
     rng = np.random.Generator(np.random.PCG64(SEED))
     context = source.context
@@ -136,7 +136,7 @@ def _same_token(seen: Tokens, length: int, tokens: int) -> Condition:
     )
 
 
-def _longer(source: Source, times: int, tokens: int) -> Condition | Missing:
+def _longer(source: TextSource, times: int, tokens: int) -> Condition | Missing:
     name, length = f"context × {times}", times * source.context
     if source.val.tokens < length + 1:
         return Missing(name, f"the validation split has {source.val.tokens:,} tokens, a sequence needs {length + 1:,}")
@@ -145,7 +145,7 @@ def _longer(source: Source, times: int, tokens: int) -> Condition | Missing:
     return Condition(name, what, windows, skip=source.context)
 
 
-def _written(source: Source, rows: int, rng: np.random.Generator) -> list[Condition | Missing]:
+def _written(source: TextSource, rows: int, rng: np.random.Generator) -> list[Condition | Missing]:
     """What is written for the purpose, and so needs the tokenizer."""
     names = ("whitespace", "German", "Russian")
     folder = source.train.path

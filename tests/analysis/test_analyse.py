@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from angpt.analysis import attention, factors, learned, moments, norms, robustness
-from angpt.analysis.analyse import PARTS, Analysis, analyse, choose_device, labels
+from angpt.analysis.analyse import PARTS, Analysis, analyse, choose_device, labels, newest_state, open_text
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
 from angpt.config import read_toml, to_toml
 from angpt.errors import UserError
-from angpt.inference.generate import load_model
+from angpt.inference.source import open_source
 from angpt.training.run import Run
 
 TOKENS = 256
@@ -24,12 +24,10 @@ def analysis(runs):
 
 
 def test_every_part_is_what_its_function_gives(runs, analysis):
-    from angpt.analysis.analyse import newest_state, open_source
-
     for (name, path), found in zip(runs.items(), analysis.runs, strict=True):
         run = Run.open(path)
-        source = open_source(run.config(), None, newest_state(run))
-        model = load_model(path)
+        source = open_text(run.config(), None, newest_state(run))
+        model = open_source(path).decoder()
         counts = token_counts(source.train, source.vocab_size)
         history = History.read(run, "layers")
 

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from angpt.analysis.inputs import Condition, Missing, Source, conditions, text_batches, token_counts
+from angpt.analysis.inputs import Condition, Missing, TextSource, conditions, text_batches, token_counts
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 
@@ -22,7 +22,7 @@ def source(tmp_path):
     write(tmp_path, rng.permutation(train), "train")
     write(tmp_path, rng.choice(train, size=400), "val")
     load_tokenizer("bytes").save(str(tmp_path / "tokenizer.json"))
-    return Source(TokenData.open(tmp_path, "train"), TokenData.open(tmp_path, "val"), CONTEXT, vocab_size=300)
+    return TextSource(TokenData.open(tmp_path, "train"), TokenData.open(tmp_path, "val"), CONTEXT, vocab_size=300)
 
 
 def by_name(source, tokens=64):
