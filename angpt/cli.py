@@ -15,7 +15,7 @@ from angpt.bench import commands as benches
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
-from angpt.studies.commands import compare_command, report
+from angpt.studies.commands import compare_command, report, study_plan, study_run, study_status
 from angpt.training.commands import train_command
 from angpt.version import __version__
 
@@ -29,11 +29,18 @@ bench.command(name="optimizer")(benches.optimizer)
 bench.command(name="data")(benches.data)
 app.command(name="report")(report)
 app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
+study = SubcommandApp()
+study.command(name="run")(study_run)
+study.command(name="status")(study_status)
+study.command(name="plan")(study_plan)
+app.command(
+    study, name="study", help="Grids of runs from a file: run them, see how far they are, what they would cost."
+)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)
 
-EXTRAS = {"report": ("scipy", "matplotlib", "jinja2"), "data": ("datasets", "pyarrow")}
+EXTRAS = {"report": ("scipy", "matplotlib", "jinja2"), "data": ("datasets", "pyarrow"), "slurm": ("submitit",)}
 """Optional packages, by the extra that installs them."""
 
 DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, the approximately normalized transformer.

@@ -2,6 +2,8 @@ import pytest
 
 from angpt.config import TrainConfig, from_dict
 from angpt.studies.config import CompareConfig
+from angpt.training.plan import make_plan
+from angpt.training.run import Run, Summary
 from tests.training.conftest import VOCAB, write_tokens
 
 
@@ -33,3 +35,27 @@ def without_timing(result):
         "cells": cells,
         "runs": runs,
     }
+
+
+def pretend(job, status="finished", val_loss=2.0, seconds=10.0):
+    """Leave the folder of a run that has ended so."""
+    plan = make_plan(job.config)
+    run = Run(job.folder) if job.folder.exists() else Run.create(job.folder, plan.config)
+    tokens = plan.steps * plan.batch_tokens
+    run.write_summary(
+        Summary(
+            status=status,
+            step=plan.steps,
+            steps=plan.steps,
+            tokens=tokens,
+            val_loss=val_loss,
+            seconds=seconds,
+            compile_seconds=0.0,
+            tokens_per_s=tokens / seconds,
+            peak_memory_gib=None,
+            parameters=plan.parameters,
+            flops_per_token=plan.flops_per_token,
+            checkpoint=None,
+            environment={},
+        )
+    )
