@@ -310,6 +310,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             return float(value)
         elif isinstance(value, option) and isinstance(value, bool) == (option is bool):
             return value
+    if dataclasses.is_dataclass(get_args(kind)[0] if get_origin(kind) is tuple else None):
+        raise UserError(f"{path} must be a list of tables, each under [[{path}]]")
     raise UserError(f"{path} must be {' or '.join(_words(options))}, not {value!r}")
 
 

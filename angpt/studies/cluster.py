@@ -29,8 +29,12 @@ class Cluster:
         self.asked = time.monotonic()
 
     @property
-    def running(self) -> set[Path]:
+    def taken(self) -> set[Path]:
         return set(self.jobs)
+
+    @property
+    def running(self) -> set[Path]:
+        return {folder for folder in self.jobs if self.queue.get(self.ids[folder.name]) == "RUNNING"}
 
     def start(self, job: Job) -> None:
         """Queue a run, unless an earlier call has done so."""

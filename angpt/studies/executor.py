@@ -41,8 +41,12 @@ class Pool(Protocol):
     """How many at a time."""
 
     @property
+    def taken(self) -> set[Path]:
+        """Folders of the runs that were started and have not ended."""
+
+    @property
     def running(self) -> set[Path]:
-        """Folders of the runs under way."""
+        """Those of them that are under way; others wait in a queue."""
 
     def start(self, job: Job) -> None: ...
 
@@ -77,10 +81,10 @@ def execute(
             if stop:
                 waiting = []
                 pool.stop()
-            while waiting and len(pool.running) < pool.slots:
+            while waiting and len(pool.taken) < pool.slots and not interrupted.is_set():
                 pool.start(waiting.pop())
             tick(current, pool.running)
-            if not waiting and not pool.running:
+            if not waiting and not pool.taken:
                 break
             over = pool.wait(1.0 if stop else POLL_SECONDS)
             for job, failure in over:
@@ -100,7 +104,7 @@ def execute(
 
 def _to_do(jobs: Sequence[Job], pool: Pool, failures: dict[Path, str]) -> list[Job]:
     """The jobs to start, the first of them last."""
-    skipped = pool.running | set(failures)
+    skipped = pool.taken | set(failures)
     open_jobs = [j for j in jobs if j.folder not in skipped and ended(j.folder) is None and not j.failure.exists()]
     return open_jobs[::-1]
 
@@ -115,8 +119,12 @@ class InProcess:
         self.over: list[Ended] = []
 
     @property
-    def running(self) -> set[Path]:
+    def taken(self) -> set[Path]:
         return {e.job.folder for e in self.over}
+
+    @property
+    def running(self) -> set[Path]:
+        return set()
 
     def start(self, job: Job) -> None:
         import torch
@@ -162,8 +170,12 @@ class Processes:
         self.stopping = False
 
     @property
-    def running(self) -> set[Path]:
+    def taken(self) -> set[Path]:
         return {run.job.folder for run in self.runs}
+
+    @property
+    def running(self) -> set[Path]:
+        return self.taken
 
     def start(self, job: Job) -> None:
         slot = min(set(range(self.slots)) - {run.slot for run in self.runs})

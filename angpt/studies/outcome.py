@@ -206,7 +206,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             ("batch", f"{row.batch:,} tokens", row.batch_side, "batch_limits"),
         ):
             if edge and row.val_loss is not None:
-                notes.append(f"{name}: the best {what}, {value}, is the {words[edge]} that was tried ({limits})")
+                notes.append(f"{name}: the best {what}, {value}, is the {words[edge]} of those tried: see {limits}")
     return notes
 
 

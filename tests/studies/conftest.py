@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from angpt.config import TrainConfig, from_dict
@@ -59,3 +61,60 @@ def pretend(job, status="finished", val_loss=2.0, seconds=10.0):
             environment={},
         )
     )
+
+
+STUDY = """
+baseline = "gpt+"
+threads = 1
+
+[[grid]]
+architectures = ["gpt+", "angpt"]
+sizes = ["a", "b"]
+budgets = ["2048"]
+batches = [128, 256]
+lrs = [0.004, 0.016, 0.064]
+
+[shapes.a]
+d_model = 16
+n_layers = 1
+n_heads = 2
+
+[shapes.b]
+d_model = 32
+n_layers = 1
+n_heads = 2
+
+[slurm]
+gpus = 0
+cpus = 1
+
+[train]
+eval_tokens = 512
+checkpoint_every = 4
+device = "cpu"
+
+[train.model]
+vocab_size = 61
+context = 32
+
+[train.data]
+path = "DATA"
+"""
+"""2 architectures × 2 sizes × 2 batches × 3 learning rates, a second per run."""
+
+
+def write_study(path, data, *changes, text=STUDY):
+    """The file of a study; `changes` are pairs of what is replaced by what."""
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(text.replace("DATA", str(data)))
+    return path
+
+
+def study_result(folder):
+    """What a study left, less what a clock measured."""
+    result = json.loads((folder / "result.json").read_text())
+    for run in result["runs"]:
+        del run["seconds"]
+    return result
