@@ -117,8 +117,8 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
     try:
         return str(executor.submit(Resumable(task)).job_id)
     except submitit.core.utils.FailedJobError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()
-        raise UserError(f"SLURM does not take the job {name}: {reason[-1] if reason else 'no reason given'}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"SLURM does not take the job {name}: {reason or 'it gives no reason'}") from error
 
 
 def in_queue() -> dict[str, str] | None:

@@ -35,6 +35,11 @@ class LocalSlurm:
             command, env=os.environ | self.environment, check=True, capture_output=True, text=True
         ).stdout
 
+    def queue(self) -> dict[str, str]:
+        """The jobs that wait or run, with their state."""
+        lines = self.call("squeue", "--noheader", "--format=%i %T").splitlines()
+        return dict(line.split() for line in lines)
+
     def logs(self) -> str:
         """What the daemons said, for the message of a failing test."""
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in self.folder.glob("*.log"))

@@ -132,7 +132,8 @@ def study_run(
         sys.exit(EXIT_INTERRUPTED)
     result = outcome(study)
     result.write(study.folder)
-    console.print(terminal_table(result))
+    if result.rows:
+        console.print(terminal_table(result))
     for note in result.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
     if failed := study.failed():

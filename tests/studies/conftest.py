@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -7,6 +10,8 @@ from angpt.studies.config import CompareConfig
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 from tests.training.conftest import VOCAB, write_tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -118,3 +123,14 @@ def study_result(folder):
     for run in result["runs"]:
         del run["seconds"]
     return result
+
+
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """The folder of the study, executed by two processes of the command, and what was printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    file = write_study(folder / "study.toml", data)
+    call = [sys.executable, "-m", "angpt", "study", "run", str(file), "--out", str(folder / "s"), "--workers", "2"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "s", done.stdout
