@@ -203,7 +203,7 @@ class TrainConfig:
         _require(self.keep_checkpoints > 0, f"keep_checkpoints must be positive, not {self.keep_checkpoints}")
         _require(self.layers_every is None or self.layers_every >= 0, "layers_every must not be negative")
         _require(0 <= self.seed < 2**63, f"seed must not be negative or over 2⁶³, not {self.seed}")
-        parse_budget(self.tokens, parameters=1)
+        parse_budget(self.tokens, parameters=10**9)
 
 
 def parse_budget(text: str, parameters: int) -> int:

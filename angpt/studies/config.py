@@ -88,7 +88,7 @@ class Grid:
                 if not 0 < (multiple(value, f"grid.{name}") if isinstance(value, str) else value) < float("inf"):
                     raise UserError(f"grid.{name}: {value} must be positive and finite")
         for text in self.budgets:
-            parse_budget(text, parameters=1)
+            parse_budget(text, parameters=10**9)
         for name, axis in (("lr_limits", self.lrs), ("batch_limits", self.batches)):
             limits: tuple[float, ...] = getattr(self, name)
             if limits and not (len(limits) == 2 and 0 < limits[0] < limits[1] < float("inf")):
@@ -140,7 +140,7 @@ class StudyConfig:
         if self.baseline and self.baseline not in architectures:
             raise UserError(f"baseline = {self.baseline!r} is not in a grid: {nearest(self.baseline, architectures)}")
         if self.baseline_budget is not None:
-            parse_budget(self.baseline_budget, parameters=1)
+            parse_budget(self.baseline_budget, parameters=10**9)
         if self.beta2_below_100M is not None and not 0 <= self.beta2_below_100M < 1:
             raise UserError(f"beta2_below_100M must be in [0, 1), not {self.beta2_below_100M}")
         if self.threads is not None and self.threads < 1:

@@ -12,10 +12,15 @@ from angpt.studies.cluster import in_queue
 from angpt.studies.jobs import Job, State, ended, failure_of, newest_record, state_of
 from angpt.studies.study import Study
 from angpt.studies.text import duration, label, plural, quantity
+from angpt.system import available_cores
+from angpt.training.hardware import peak_flops
 from angpt.training.run import Run
 
 ASSUMED_TFLOPS = 125.0
 """Of a GPU that nothing is known about: an A100 at 40 % of its 312 TFLOP/s in bf16."""
+HERE = 0.4
+"""Part of the matmul rate of this machine that a training is taken to reach."""
+LONG_SECONDS = 100 * 3600.0
 MOST_ROWS = 40
 
 
@@ -128,7 +133,7 @@ def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
 def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
     """What would run: a row for each architecture, size and budget."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("architecture", "parameters", "tokens", "runs", "to do", "FLOPs to do", "GPU hours"):
+    for heading in ("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", "GPU hours"):
         table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
     groups: dict[tuple[str, int, int], list[Progress]] = {}
     for run in runs:
@@ -137,7 +142,7 @@ def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
     for (architecture, parameters, tokens), members in groups.items():
         left = sum(run.left for run in members)
         to_do = sum(run.left > 0 for run in members)
-        cells = (str(len(members)), str(to_do), f"{left:.3g}", f"{gpu_hours(left, tflops):,.4g}")
+        cells = (str(len(members)), str(to_do), f"{left:.3g}", hours(left, tflops))
         table.add_row(label(architecture), quantity(parameters), quantity(tokens), *cells)
     return table
 
@@ -146,19 +151,39 @@ def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[st
     left = sum(run.left for run in runs)
     to_do = sum(run.left > 0 for run in runs)
     lines = [
-        f"{to_do} of {plural(len(runs), 'run')} to do: {left:.3g} FLOPs, {gpu_hours(left, tflops):,.4g} GPU hours at "
+        f"{to_do} of {plural(len(runs), 'run')} to do: {left:.3g} FLOPs, {hours(left, tflops)} GPU hours at "
         f"{tflops:g} TFLOP/s (evaluation and compiling not counted)"
     ]
-    if (seconds := seconds_left(runs)) is not None and left:
-        lines.append(f"at the rates measured in this study so far: {duration(seconds)} of device time")
+    measured = seconds_left(runs)
+    if left and measured is not None:
+        lines.append(f"at the rates measured in this study so far: {duration(measured)} of device time")
+    elif left and (guess := seconds_here(left)) < LONG_SECONDS:
+        lines.append(f"on this machine: about {duration(guess)} ({HERE:.0%} of its matmul rate)")
     if growth := study.growth():
         flops = sum(job.flops for job in growth)
         lines.append(
             f"the grids grow while their best point is at an edge: by {plural(len(growth), 'run')} and "
-            f"{gpu_hours(flops, tflops):,.4g} GPU hours at most"
+            f"{hours(flops, tflops)} GPU hours at most"
         )
     return lines
 
 
+def seconds_here(flops: float) -> float:
+    """On all devices of this machine: a guess for who has measured nothing yet."""
+    import torch
+
+    if devices := torch.cuda.device_count():
+        rate = devices * peak_flops(torch.device("cuda"), torch.bfloat16)
+    else:
+        torch.set_num_threads(1)  # the cores are shared among runs, not within one
+        rate = available_cores() * peak_flops(torch.device("cpu"), torch.float32)
+    return flops / (HERE * rate)
+
+
 def gpu_hours(flops: float, tflops: float) -> float:
     return flops / (tflops * 1e12) / 3600
+
+
+def hours(flops: float, tflops: float) -> str:
+    value = gpu_hours(flops, tflops)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
