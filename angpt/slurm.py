@@ -1,6 +1,6 @@
 """Runs as jobs of a SLURM cluster, through submitit: queue one, ask which are there."""
 
-import getpass
+import os
 import re
 import shutil
 import signal
@@ -123,7 +123,7 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
 
 def in_queue() -> dict[str, str] | None:
     """The jobs of this user that wait or run, with their state; None where SLURM does not answer just now."""
-    command = ["squeue", "--noheader", "--user", getpass.getuser(), "--format=%i %T"]
+    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):

@@ -84,7 +84,7 @@ def study_run(
     adds its new runs. Here, on several processes or through SLURM, the results are the same.
 
     Args:
-        file: The study, such as experiments/ablation-small.toml.
+        file: The study, such as experiments/ablation-small.toml, or the folder of one.
         out: Its folder; studies/ and the name of the file unless given.
         workers: Runs at a time, each in its own process; 0: in this process. One per GPU, or two on the CPU, unless
             given.
@@ -109,9 +109,9 @@ def study_run(
     if slurm and workers is not None:
         raise UserError("--workers is for runs on this machine; with --slurm, at_most of [slurm] limits the jobs")
     console = Console()
-    study = Study.read(file, out or STUDIES / file.stem)
+    study = Study.read(_file(file), out or _folder(file))
     command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
-    study.begin(file, command, on_this_machine=not slurm)
+    study.begin(_file(file), command, on_this_machine=not slurm)
     if retry:
         study.retry()
     threads = study.config.threads
@@ -157,7 +157,7 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     from angpt.studies.study import Study
 
     console = Console()
-    opened = Study.open(STUDIES / study.stem if study.is_file() else study)
+    opened = Study.open(_folder(study))
     runs = progress(opened)
     console.print(status_table(runs))
     for line in status_lines(opened, runs):
@@ -172,7 +172,7 @@ def study_plan(
     """What a study would run, and what that costs, before anything starts.
 
     Args:
-        file: The study.
+        file: The study, or the folder of one.
         out: Its folder, if it has been begun elsewhere than in studies/; runs that have ended cost nothing.
         tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given.
     """
@@ -183,11 +183,20 @@ def study_plan(
 
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops {tflops}: must be positive and finite")
-    study = Study.read(file, out or STUDIES / file.stem)
+    study = Study.read(_file(file), out or _folder(file))
     runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, Console()
     console.print(plan_table(runs, rate))
     for line in plan_lines(study, runs, rate):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _file(study: Path) -> Path:
+    """The file of a study that is given by its file or by its folder."""
+    return study / "study.toml" if study.is_dir() else study
+
+
+def _folder(study: Path) -> Path:
+    return STUDIES / study.stem if study.suffix == ".toml" and not study.is_dir() else study
 
 
 def default_workers() -> int:

@@ -14,9 +14,10 @@ from angpt.errors import UserError
 from angpt.studies.config import CompareConfig
 from angpt.studies.executor import Pool, execute
 from angpt.studies.grid import folder_name, settled, short
-from angpt.studies.jobs import MADE_BY, Job, ended, repeated_by
+from angpt.studies.jobs import MADE_BY, Job, check_new, ended, repeated_by
 from angpt.studies.results import Result
 from angpt.studies.search import Optimum, grow, optimum, rounded
+from angpt.studies.study import holds_study
 from angpt.studies.summarise import summarise
 from angpt.system import write_atomically
 from angpt.training.plan import make_plan
@@ -45,12 +46,13 @@ class Comparison:
         """A new folder, or the one that a call with the same configuration began. `command` is noted in it."""
         path = folder / "study.toml"
         study = cls(folder, config)
+        if holds_study(folder):
+            raise UserError(f"{folder}: holds a study (angpt study); choose another --out")
         if path.exists():
             if read_toml(CompareConfig, path) != config:
                 raise UserError(f"{folder}: holds another comparison (see its study.toml); choose another --out")
             return study
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty and holds no comparison; choose another --out")
+        check_new(folder)
         for job in study.jobs(study.default_rates()):
             check(make_plan(job.config))  # finds what is wrong before anything is written
         folder.mkdir(parents=True, exist_ok=True)

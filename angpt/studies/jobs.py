@@ -146,6 +146,12 @@ def failure_of(job: Job) -> str | None:
         return None
 
 
+def check_new(folder: Path) -> None:
+    """Whether a comparison or a study can begin here."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
+
+
 def repeated_by(folder: Path, data: str) -> list[str]:
     """What makes a comparison or a study again: the preparation of its data, where that is known, and the call."""
     found = []

@@ -21,7 +21,7 @@ from angpt.errors import UserError
 from angpt.studies.config import Grid, StudyConfig
 from angpt.studies.executor import Pool, execute
 from angpt.studies.grid import Group, Point, groups, largest_lines, run_config, start_lines
-from angpt.studies.jobs import MADE_BY, Job, ended, note_failure, repeated_by
+from angpt.studies.jobs import MADE_BY, Job, check_new, ended, note_failure, repeated_by
 from angpt.studies.search import Loss, grow
 from angpt.system import write_atomically
 from angpt.training.plan import make_plan
@@ -58,22 +58,26 @@ class Study:
     @classmethod
     def open(cls, folder: Path) -> "Study":
         """The study of a folder."""
-        if not (folder / FILE).exists():
-            raise UserError(f"{folder}: no study (it has no {FILE}); begin one with `angpt study run FILE.toml`")
+        if not holds_study(folder):
+            raise UserError(f"{folder}: holds no study; begin one with `angpt study run FILE.toml`")
         return cls.read(folder / FILE, folder)
 
     def begin(self, file: Path, command: str, on_this_machine: bool) -> None:
         """Make the folder, or take over the one that an earlier call made: a study may grow with its file."""
         path = self.folder / FILE
-        if not path.exists() and self.folder.exists() and any(self.folder.iterdir()):
-            raise UserError(f"{self.folder}: is not empty and holds no study; choose another --out")
         if path.exists() and not holds_study(self.folder):
             raise UserError(f"{self.folder}: holds a comparison; choose another --out")
+        if not path.exists():
+            check_new(self.folder)
         self.check(on_this_machine)
-        self.folder.mkdir(parents=True, exist_ok=True)
         text = file.read_text(encoding="utf-8")
-        if file.resolve() != path.resolve():
+        if file.resolve() == path.resolve():
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{MADE_BY}{command}\n{text}")
+        except OSError as error:
+            raise UserError(f"{self.folder}: cannot be written to ({error}); choose another --out") from error
 
     def check(self, on_this_machine: bool) -> None:
         """Find what would stop the runs before anything is written; on a cluster, devices are not asked for here."""
@@ -158,5 +162,7 @@ def holds_study(folder: Path) -> bool:
     """Whether the folder holds a study rather than a comparison."""
     try:
         return "grid" in tomllib.loads((folder / FILE).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except OSError:
         return False
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{folder / FILE}: cannot be read as TOML ({error})") from error

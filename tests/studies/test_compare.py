@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from angpt.studies.results import Result
 from angpt.training.plan import make_plan
 from angpt.training.run import Run
 from angpt.training.trainer import open_data
-from tests.studies.conftest import tiny, without_timing
+from tests.studies.conftest import pretend, tiny, without_timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +69,26 @@ def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_pat
     for name, centre in study.default_rates().items():
         rates = [j.config.optimizer.lr for j in jobs if j.config.model.architecture == name]
         assert rates == pytest.approx([centre / 2, centre, centre * 2], rel=0.01)
+
+
+def test_tuning_goes_on_beyond_the_edge_of_its_rates(data, tmp_path):
+    study = Comparison.create(tmp_path / "s", tiny(data, tune=3, architectures=("gpt+",), lrs={"gpt+": 0.01}), "…")
+    tried = []
+    while todo := [job for job in study.tuning_jobs() if not job.folder.exists()]:
+        for job in todo:
+            tried.append(job.config.optimizer.lr)
+            pretend(job, val_loss=1 + abs(math.log(job.config.optimizer.lr / 0.07)))
+    assert tried == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16]
+    assert study.tuned_rates() == {"gpt+": 0.08}
+    assert study.tuning_notes() == []
+    for job in study.tuning_jobs():
+        pretend(job, "diverged" if job.config.optimizer.lr > 0.01 else "finished", val_loss=job.config.optimizer.lr)
+    assert next(j.config.optimizer.lr for j in study.tuning_jobs()) == 0.0025
+    for _ in range(9):
+        for job in study.tuning_jobs():
+            pretend(job, val_loss=job.config.optimizer.lr)
+    assert study.tuned_rates() == {"gpt+": 0.000313}
+    assert "0.000313, is at the edge" in study.tuning_notes()[0]
 
 
 def test_trials_never_see_the_validation_split(data, tmp_path):
@@ -203,7 +224,7 @@ def test_mistakes_are_found_before_anything_is_written(data, tmp_path):
     assert not (tmp_path / "s").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match="is not an empty folder"):
         Comparison.create(tmp_path / "full", tiny(data), "angpt compare")
     Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
     with pytest.raises(UserError, match="holds another comparison"):

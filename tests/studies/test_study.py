@@ -338,7 +338,10 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
     file = study.folder.with_suffix(".toml")
     for args, message in (
         (("run", tmp_path / "no.toml"), "no.toml: cannot be read as TOML"),
-        (("status", tmp_path / "no"), "no study (it has no study.toml)"),
+        (("status", tmp_path / "no"), "no: holds no study; begin one with"),
+        (("run", tmp_path), "study.toml: cannot be read as TOML"),
+        (("run", file, "--out", file), "s.toml: is there and is not an empty folder"),
+        (("run", file, "--out", "/proc/nowhere/s"), "/proc/nowhere/s: cannot be written to"),
         (("plan", file, "--tflops", "-1"), "--tflops -1.0: must be positive"),
         (("run", file, "--gpus", "2"), "--gpus is for --slurm"),
         (("run", file, "--slurm", "--workers", "2"), "--workers is for runs on this machine"),
@@ -349,10 +352,22 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     code, said = run(capsys, "study", "run", file, "--out", tmp_path / "full")
-    assert (code, "is not empty and holds no study" in said) == (2, True)
+    assert (code, "is there and is not an empty folder" in said) == (2, True)
     (tmp_path / "full" / "study.toml").write_text('architectures = ["gpt+"]\n')
     code, said = run(capsys, "study", "run", file, "--out", tmp_path / "full")
     assert (code, "holds a comparison" in said) == (2, True)
+
+
+def test_a_study_goes_on_by_its_folder(make, capsys):
+    study = make(*ONE)
+    study.begin(study.folder.with_suffix(".toml"), "angpt study run s.toml", on_this_machine=True)
+    for job in study.jobs():
+        pretend(job)
+    assert run(capsys, "study", "run", study.folder)[0] == 0
+    assert "0 of 3 runs to do" in run(capsys, "study", "plan", study.folder)[1]
+    assert study.commands()[-1] == "angpt study run s.toml"
+    (study.folder / "study.toml").write_text("[[grid")
+    assert "study.toml: cannot be read as TOML" in run(capsys, "study", "status", study.folder)[1]
 
 
 def test_a_broken_study_file_says_where(make, capsys):
