@@ -25,6 +25,8 @@ from angpt.studies.text import interval, label, overhead, plural
 from angpt.system import write_atomically
 from angpt.training.plan import count
 
+EDGE = {-1: " ↓", 0: "", 1: " ↑"}
+"""Beside a value that is the lowest or highest of those tried."""
 WILD = 0.001
 """Probability below which a group of runs is taken not to vary as the others do."""
 
@@ -242,8 +244,8 @@ def _cells(result: Outcome) -> tuple[list[str], list[list[str]]]:
     columns["size"] = [r.size for r in rows]
     columns["parameters"] = [f"{r.parameters / 1e6:,.2f}M" for r in rows]
     columns["budget"] = [r.budget for r in rows]
-    columns["batch"] = [f"{r.batch:,}" for r in rows]
-    columns["lr"] = [f"{r.lr:g}" for r in rows]
+    columns["batch"] = [f"{r.batch:,}{EDGE[r.batch_side]}" for r in rows]
+    columns["lr"] = [f"{r.lr:g}{EDGE[r.lr_side]}" for r in rows]
     columns["validation loss"] = [_loss(r) for r in rows]
     columns["change"] = ["" if r.change is None else overhead(r.change, digits=2) for r in rows]
     columns["perplexity"] = ["" if r.val_loss is None else f"{math.exp(min(r.val_loss.mean, 700)):,.2f}" for r in rows]
