@@ -18,7 +18,7 @@ from angpt.data.commands import info, prepare
 from angpt.errors import UserError
 from angpt.evaluation.commands import evaluate
 from angpt.inference.commands import export_hf, fold_command, generate_command, import_hf
-from angpt.studies.commands import compare_command, report
+from angpt.studies.commands import compare_command, report, study_plan, study_run, study_status
 from angpt.training.commands import train_command
 from angpt.version import __version__
 
@@ -45,6 +45,13 @@ for verb, command, text in (
     group = SubcommandApp()
     group.command(name="hf")(command)
     app.command(group, name=verb, help=text)
+study = SubcommandApp()
+study.command(name="run")(study_run)
+study.command(name="status")(study_status)
+study.command(name="plan")(study_plan)
+app.command(
+    study, name="study", help="Grids of runs from a file: run them, see how far they are, what they would cost."
+)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)
@@ -53,6 +60,7 @@ EXTRAS = {
     "report": ("scipy", "matplotlib", "jinja2"),
     "data": ("datasets", "pyarrow"),
     "eval": ("lm_eval", "transformers"),
+    "slurm": ("submitit",),
 }
 """Optional packages, by the extra that installs them."""
 

@@ -205,7 +205,7 @@ class TrainConfig:
         _require(self.keep_checkpoints > 0, f"keep_checkpoints must be positive, not {self.keep_checkpoints}")
         _require(self.layers_every is None or self.layers_every >= 0, "layers_every must not be negative")
         _require(0 <= self.seed < 2**63, f"seed must not be negative or over 2⁶³, not {self.seed}")
-        parse_budget(self.tokens, parameters=1)
+        parse_budget(self.tokens, parameters=10**9)
 
 
 def parse_budget(text: str, parameters: int) -> int:
@@ -312,6 +312,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             return float(value)
         elif isinstance(value, option) and isinstance(value, bool) == (option is bool):
             return value
+    if dataclasses.is_dataclass(get_args(kind)[0] if get_origin(kind) is tuple else None):
+        raise UserError(f"{path} must be a list of tables, each under [[{path}]]")
     raise UserError(f"{path} must be {' or '.join(_words(options))}, not {value!r}")
 
 

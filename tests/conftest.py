@@ -1,7 +1,10 @@
 import os
 
 import hypothesis
+import pytest
 import torch
+
+from tests.slurm import CannotStart, local_slurm
 
 # Machines and their load differ; a slow example is no failure. The same examples everywhere: a red run can be repeated.
 hypothesis.settings.register_profile("angpt", deadline=None, derandomize=True)
@@ -9,3 +12,23 @@ hypothesis.settings.load_profile("angpt")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # one worker per core already
+
+
+def _slurm(nodes):
+    try:
+        with local_slurm(nodes) as slurm:
+            yield slurm
+    except CannotStart as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    """A real SLURM of one node."""
+    yield from _slurm(1)
+
+
+@pytest.fixture(scope="session")
+def slurm_of_two_nodes():
+    """The same with two emulated nodes on this machine."""
+    yield from _slurm(2)

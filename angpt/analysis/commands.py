@@ -74,10 +74,12 @@ def expand(folders: Sequence[Path]) -> list[Path]:
             found.append(folder)
             continue
         from angpt.report.records import read_study
-        from angpt.studies.compare import Study
+        from angpt.studies.compare import Comparison
+        from angpt.studies.study import holds_study
 
-        study = Study.open(folder)
-        result = study.result()
+        if holds_study(folder):
+            raise UserError(f"{folder}: a study of many runs; name those to analyze, such as {folder}/runs/NAME")
+        result = Comparison.open(folder).result()
         started = [path for run in result.runs if (path := folder / "runs" / run.name).exists()]
         chosen = [read_study(started, result).representative(a) for a in result.architectures]
         found += [run.path for run in chosen if run is not None]

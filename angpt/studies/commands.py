@@ -1,11 +1,11 @@
-"""The commands `angpt compare` and `angpt report`: call the library and print."""
+"""The commands `angpt compare`, `angpt study …` and `angpt report`: call the library and print."""
 
 import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -14,6 +14,8 @@ from angpt.errors import UserError
 from angpt.studies.config import CompareConfig
 from angpt.system import available_cores
 from angpt.training.commands import EXIT_INTERRUPTED, starting_point, without_rates
+
+STUDIES = Path("studies")
 
 
 def compare_command(args: Sequence[str]) -> Callable[..., None]:
@@ -43,26 +45,158 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         """
         from rich.console import Console
 
-        from angpt.studies.compare import Study
-        from angpt.studies.executor import Interrupted
+        from angpt.studies.compare import Comparison
+        from angpt.studies.executor import Interrupted, Processes
         from angpt.studies.overview import Overview
 
         console = Console()
-        folder = out or Path("studies") / (preset or (config.stem if config else "laptop"))
+        folder = out or STUDIES / (preset or (config.stem if config else "laptop"))
         command = shlex.join(["angpt", *args])
-        study = Study.create(folder, settings, command)
+        comparison = Comparison.create(folder, settings, command)
         try:
+            pool = Processes(default_workers() if workers is None else workers)
             with Overview(console) as overview:
-                result = study.execute(default_workers() if workers is None else workers, overview.tick)
+                result = comparison.execute(pool, overview.tick)
         except Interrupted:
             console.print(f"{folder}: stopped; the same command goes on: {command}", highlight=False, soft_wrap=True)
             sys.exit(EXIT_INTERRUPTED)
-        for note in study.tuning_notes():
+        for note in comparison.tuning_notes():
             console.print(f"note: {note}", highlight=False, soft_wrap=True)
-        page = study.report()
+        page = comparison.report()
         console.print(f"\n{result.verdict}\n\nreport: {page}", highlight=False, soft_wrap=True)
 
     return compare
+
+
+def study_run(
+    file: Annotated[Path, tyro.conf.Positional],
+    out: Path | None = None,
+    workers: int | None = None,
+    retry: bool = False,
+    slurm: bool = False,
+    partition: str | None = None,
+    hours: float | None = None,
+    gpus: int | None = None,
+) -> None:
+    """Train every run of a study file (docs/studies.md), and write what came out to result.json and result.md.
+
+    Called again, it goes on where it was stopped; runs that have ended are not repeated, and a file that has grown
+    adds its new runs. Here, on several processes or through SLURM, the results are the same.
+
+    Args:
+        file: The study, such as experiments/ablation-small.toml, or the folder of one.
+        out: Its folder; studies/ and the name of the file unless given.
+        workers: Runs at a time, each in its own process; 0: in this process. One per GPU, or two on the CPU, unless
+            given.
+        retry: Try the runs again that failed before.
+        slurm: Queue each run as a job of a SLURM cluster, as [slurm] of the file says. Ctrl-C leaves them in the queue.
+        partition: Of SLURM, instead of that of the file.
+        hours: Time limit of a job, instead of that of the file.
+        gpus: GPUs of a job, instead of those of the file.
+    """
+    from rich.console import Console
+
+    from angpt.studies.executor import InProcess, Interrupted, Pool, Processes
+    from angpt.studies.jobs import failure_of
+    from angpt.studies.outcome import outcome, terminal_table
+    from angpt.studies.overview import Overview
+    from angpt.studies.study import Study
+
+    options: dict[str, Any] = {"partition": partition, "hours": hours, "gpus": gpus}
+    asked = {name: value for name, value in options.items() if value is not None}
+    if asked and not slurm:
+        raise UserError(f"--{next(iter(asked))} is for --slurm")
+    if slurm and workers is not None:
+        raise UserError("--workers is for runs on this machine; with --slurm, at_most of [slurm] limits the jobs")
+    console = Console()
+    study = Study.read(_file(file), out or _folder(file))
+    command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
+    study.begin(_file(file), command, on_this_machine=not slurm)
+    if retry:
+        study.retry()
+    threads = study.config.threads
+    if slurm:
+        from angpt.studies.cluster import Cluster
+
+        pool: Pool = Cluster(study.folder, dataclasses.replace(study.config.slurm, **asked), threads)
+    elif workers == 0:
+        pool = InProcess(console, threads)
+    else:
+        pool = Processes(default_workers() if workers is None else workers, threads)
+    try:
+        with Overview(console, live=workers != 0) as overview:
+            study.execute(pool, overview.tick)
+    except Interrupted:
+        stays = " watching; the jobs stay in the queue" if slurm else ""
+        console.print(f"{study.folder}: stopped{stays}; the same command goes on", soft_wrap=True, highlight=False)
+        sys.exit(EXIT_INTERRUPTED)
+    result = outcome(study)
+    result.write(study.folder)
+    if result.rows:
+        console.print(terminal_table(result))
+    for note in result.notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+    if failed := study.failed():
+        reasons = "".join(f"\n  {job.folder.name}: {failure_of(job)}" for job in failed)
+        raise UserError(
+            f"{study.folder}: {len(failed)} of {len(result.runs)} runs failed (--retry tries again):{reasons}"
+        )
+    console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
+
+
+def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
+    """How far a study is: the state of its runs, what is left, what failed and why, and the results so far.
+
+    Args:
+        study: The folder of a study, or its file.
+    """
+    from rich.console import Console
+
+    from angpt.studies.outcome import outcome, terminal_table
+    from angpt.studies.progress import progress, status_lines, status_table
+    from angpt.studies.study import Study
+
+    console = Console()
+    opened = Study.open(_folder(study))
+    runs = progress(opened)
+    console.print(status_table(runs))
+    for line in status_lines(opened, runs):
+        console.print(line, highlight=False, soft_wrap=True)
+    if (result := outcome(opened)).rows:
+        console.print(terminal_table(result))
+
+
+def study_plan(
+    file: Annotated[Path, tyro.conf.Positional], out: Path | None = None, tflops: float | None = None
+) -> None:
+    """What a study would run, and what that costs, before anything starts.
+
+    Args:
+        file: The study, or the folder of one.
+        out: Its folder, if it has been begun elsewhere than in studies/; runs that have ended cost nothing.
+        tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given.
+    """
+    from rich.console import Console
+
+    from angpt.studies.progress import ASSUMED_TFLOPS, plan_lines, plan_table, progress
+    from angpt.studies.study import Study
+
+    if tflops is not None and not 0 < tflops < float("inf"):
+        raise UserError(f"--tflops {tflops}: must be positive and finite")
+    study = Study.read(_file(file), out or _folder(file))
+    runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, Console()
+    console.print(plan_table(runs, rate))
+    for line in plan_lines(study, runs, rate):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _file(study: Path) -> Path:
+    """The file of a study that is given by its file or by its folder."""
+    return study / "study.toml" if study.is_dir() else study
+
+
+def _folder(study: Path) -> Path:
+    return STUDIES / study.stem if study.suffix == ".toml" and not study.is_dir() else study
 
 
 def default_workers() -> int:
@@ -77,24 +211,30 @@ def report(
     out: Path | None = None,
     baseline: str | None = None,
 ) -> None:
-    """Write the page of a comparison, or of any runs, from their folders alone; they may be under way.
+    """Write the page of a comparison, of a study, or of any runs, from their folders alone; they may be under way.
 
     Args:
-        folders: The folder of a comparison, or run folders.
+        folders: The folder of a comparison or a study, or run folders.
         out: Folder for report.html and figures/; the comparison's own, or report, unless given.
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
     from rich.console import Console
 
     from angpt.report import write_report
-    from angpt.studies.compare import Study
+    from angpt.studies.compare import Comparison
+    from angpt.studies.study import Study, holds_study
     from angpt.studies.summarise import summarise
     from angpt.training.run import Run
 
     if not folders:
         raise UserError("name the folder of a comparison, or run folders")
-    if len(folders) == 1 and (folders[0] / "study.toml").exists():
-        page = Study.open(folders[0]).report(out)
+    pages = []
+    if len(folders) == 1 and holds_study(folders[0]):
+        from angpt.studies.outcome import write_pages
+
+        pages = write_pages(Study.open(folders[0]), out)
+    elif len(folders) == 1 and (folders[0] / "study.toml").exists():
+        pages = [Comparison.open(folders[0]).report(out)]
     else:
         runs = [(folder, Run.open(folder).config()) for folder in folders]
         names = [config.model.architecture for _, config in runs]
@@ -103,5 +243,6 @@ def report(
             raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
         command = f"angpt report {shlex.join(map(str, folders))}"
         target = out or Path("report")
-        page = write_report(target, list(folders), summarise(runs, chosen), target, [command])
-    Console().print(f"report: {page}", highlight=False, soft_wrap=True)
+        pages = [write_report(target, list(folders), summarise(runs, chosen), target, [command])]
+    for page in pages:
+        Console().print(f"report: {page}", highlight=False, soft_wrap=True)

@@ -6,27 +6,30 @@ can be killed at any moment and called again.
 
 import dataclasses
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angpt.config import TrainConfig, parse_budget, read_toml, to_toml
-from angpt.data.shards import INDEX, Index
 from angpt.errors import UserError
 from angpt.studies.config import CompareConfig
-from angpt.studies.executor import Job, execute
+from angpt.studies.executor import Pool, execute
+from angpt.studies.grid import folder_name, settled, short
+from angpt.studies.jobs import MADE_BY, Job, check_new, ended, repeated_by
 from angpt.studies.results import Result
+from angpt.studies.search import Optimum, grow, optimum, rounded
+from angpt.studies.study import holds_study
 from angpt.studies.summarise import summarise
 from angpt.system import write_atomically
 from angpt.training.plan import make_plan
-from angpt.training.run import Run
 from angpt.training.trainer import check
 
 TUNING_SPLIT = 0.05
-MADE_BY = "# made by: "
+TUNING_RATIO = 2.0
+TUNING_REACH = 16.0
+"""How far beyond its first and last rate the search may go."""
 
 
-class Study:
+class Comparison:
     """A comparison in its folder."""
 
     def __init__(self, folder: Path, config: CompareConfig) -> None:
@@ -39,16 +42,17 @@ class Study:
         self.budgets = sorted({parse_budget(text, plan.parameters) for text in budgets})
 
     @classmethod
-    def create(cls, folder: Path, config: CompareConfig, command: str) -> "Study":
+    def create(cls, folder: Path, config: CompareConfig, command: str) -> "Comparison":
         """A new folder, or the one that a call with the same configuration began. `command` is noted in it."""
         path = folder / "study.toml"
         study = cls(folder, config)
+        if holds_study(folder):
+            raise UserError(f"{folder}: holds a study (angpt study); choose another --out")
         if path.exists():
             if read_toml(CompareConfig, path) != config:
                 raise UserError(f"{folder}: holds another comparison (see its study.toml); choose another --out")
             return study
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder}: is not empty and holds no comparison; choose another --out")
+        check_new(folder)
         for job in study.jobs(study.default_rates()):
             check(make_plan(job.config))  # finds what is wrong before anything is written
         folder.mkdir(parents=True, exist_ok=True)
@@ -56,19 +60,13 @@ class Study:
         return study
 
     @classmethod
-    def open(cls, folder: Path) -> "Study":
+    def open(cls, folder: Path) -> "Comparison":
         return cls(folder, read_toml(CompareConfig, folder / "study.toml"))
 
     def run_config(self, architecture: str, budget: int, seed: int, lr: float) -> TrainConfig:
         train = self.config.train
-        return dataclasses.replace(
-            train,
-            model=dataclasses.replace(train.model, architecture=architecture),
-            optimizer=dataclasses.replace(train.optimizer, lr=lr),
-            tokens=str(budget),
-            batch_tokens=self.batch_tokens,
-            seed=seed,
-        )
+        model = dataclasses.replace(train.model, architecture=architecture)
+        return settled(dataclasses.replace(train, model=model), budget, self.batch_tokens, lr, seed)
 
     def jobs(self, rates: dict[str, float]) -> list[Job]:
         """Every run, the small budgets first, the architectures in turn."""
@@ -91,57 +89,61 @@ class Study:
             for name in self.config.architectures
         }
 
+    def tuning_job(self, architecture: str, lr: float) -> Job:
+        """A trial of the learning-rate search, at the smallest budget."""
+        config = self.run_config(architecture, self.budgets[0], self.config.seeds[0], lr)
+        data = dataclasses.replace(config.data, tuning_split=TUNING_SPLIT)
+        return Job(
+            dataclasses.replace(config, data=data), self.folder / "tuning" / f"{folder_name(architecture)}-lr{lr:g}"
+        )
+
+    def tuning(self) -> dict[str, tuple[list[float], Optimum | None]]:
+        """The rates of the search and the best so far: as many to begin with for each architecture, and further ones
+        where the best has none on one side of it."""
+        found = {}
+        for name, centre in self.default_rates().items() if self.config.tune else ():
+            start = [
+                rounded(centre * TUNING_RATIO ** (i - (self.config.tune - 1) / 2)) for i in range(self.config.tune)
+            ]
+
+            def loss(_: int, lr: float, name: str = name) -> float | None:
+                summary = ended(self.tuning_job(name, lr).folder)
+                if summary is None:
+                    return None
+                return float("inf") if summary.status == "diverged" else summary.val_loss
+
+            lines = grow({0: start}, loss, (start[0] / TUNING_REACH, start[-1] * TUNING_REACH))
+            found[name] = lines[0], optimum(lines, loss)
+        return found
+
     def tuning_jobs(self) -> list[Job]:
-        """The trials of the learning-rate search: as many for each architecture, at the smallest budget."""
-        jobs = []
-        for architecture, centre in self.default_rates().items():
-            for i in range(self.config.tune):
-                lr = float(f"{centre * 2.0 ** (i - (self.config.tune - 1) / 2):.3g}")
-                config = self.run_config(architecture, self.budgets[0], self.config.seeds[0], lr)
-                data = dataclasses.replace(config.data, tuning_split=TUNING_SPLIT)
-                name = f"{architecture.replace('/', '-')}-lr{lr:g}"
-                jobs.append(Job(dataclasses.replace(config, data=data), self.folder / "tuning" / name))
-        return jobs
+        return [self.tuning_job(name, lr) for name, (rates, _) in self.tuning().items() for lr in rates]
 
     def tuned_rates(self) -> dict[str, float]:
         """The best trial of each architecture; the rates as they are where nothing was tuned."""
-        if not self.config.tune:
-            return self.default_rates()
-        best: dict[str, tuple[float, float]] = {}
-        for job in self.tuning_jobs():
-            summary = Run.open(job.folder).summary()
-            if summary is None or summary.val_loss is None or summary.status != "finished":
-                continue
-            lr = job.config.optimizer.lr
-            assert lr is not None
-            trial = summary.val_loss, lr
-            name = job.config.model.architecture
-            best[name] = min(best.get(name, trial), trial)
-        for name in self.config.architectures:
-            if name not in best:
+        rates = self.default_rates()
+        for name, (_, best) in self.tuning().items():
+            if best is None:
                 raise UserError(f"{self.folder / 'tuning'}: no trial of {name} finished; give --lrs {name} LR by hand")
-        return {name: lr for name, (_, lr) in best.items()}
+            rates[name] = best.lr
+        return rates
 
     def tuning_notes(self) -> list[str]:
         """Where the search ended at the edge of its grid, and so may have missed the best rate."""
-        notes = []
-        for name, lr in self.tuned_rates().items() if self.config.tune > 1 else ():
-            tried = [j.config.optimizer.lr for j in self.tuning_jobs() if j.config.model.architecture == name]
-            if lr in (tried[0], tried[-1]):
-                notes.append(
-                    f"{name}: the best rate, {lr:g}, is at the edge of those tried; set --lrs to search around it"
-                )
-        return notes
+        return [
+            f"{name}: the best rate, {best.lr:g}, is at the edge of those tried; set --lrs to search around it"
+            for name, (_, best) in self.tuning().items()
+            if best is not None and best.lr_side
+        ]
 
-    def execute(self, workers: int, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
+    def execute(self, pool: Pool, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
         """All runs to their end."""
-        trials = self.tuning_jobs()
-        execute(trials, workers, lambda running: tick(trials, running))
+        execute(self.tuning_jobs, pool, tick)
         rates = self.tuned_rates()
         if self.config.tune:
             write_atomically(self.folder / "tuning.json", json.dumps(rates, indent=1) + "\n")
         jobs = self.jobs(rates)
-        execute(jobs, workers, lambda running: tick(jobs, running))
+        execute(lambda: jobs, pool, tick)
         return self.result()
 
     def report(self, out: Path | None = None) -> Path:
@@ -156,19 +158,8 @@ class Study:
         return write_report(self.folder, runs, result, target, self.commands())
 
     def commands(self) -> list[str]:
-        """What makes this comparison again: the preparation of its data, where that is known, and the call."""
-        found = []
-        index = Path(self.config.train.data.path) / INDEX
-        if index.exists():
-            recipe = Index.read(index.parent).recipe
-            arguments = [*recipe.sources, "--out", str(index.parent), "--tokenizer", recipe.tokenizer]
-            arguments += ["--val-fraction", str(recipe.val_fraction), "--seed", str(recipe.seed)]
-            options = {"--column": recipe.column, "--subset": recipe.subset, "--hub-split": recipe.hub_split}
-            for option, value in options.items():
-                arguments += [option, value] if value else []
-            found.append(f"angpt data prepare {shlex.join(arguments)}")
-        first, _, _ = (self.folder / "study.toml").read_text(encoding="utf-8").partition("\n")
-        return [*found, first.removeprefix(MADE_BY)]
+        """What makes this comparison again."""
+        return repeated_by(self.folder, self.config.train.data.path)
 
     def result(self) -> Result:
         """What the runs say so far."""
@@ -179,12 +170,4 @@ class Study:
 
 
 def run_name(architecture: str, budget: int, seed: int) -> str:
-    return f"{architecture.replace('/', '-')}-{short(budget)}-s{seed}"
-
-
-def short(tokens: int) -> str:
-    """1500000 as 1.5M, with every digit, for it makes names of folders."""
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if tokens >= size:
-            return f"{tokens / size:.12g}{unit}"
-    return str(tokens)
+    return f"{folder_name(architecture)}-{short(budget)}-s{seed}"

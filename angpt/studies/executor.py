@@ -1,112 +1,213 @@
-"""Runs as processes of their own, a few at a time: a crash stays inside, memory is the run's own, cores are shared."""
+"""Bring runs to their end: in this process, or as processes of their own, a few at a time.
+
+In a process of its own a crash stays inside, memory is the run's own, and cores are shared. Jobs of a cluster are in
+studies/cluster.py.
+"""
 
 import multiprocessing as mp
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import FrameType
+from typing import NamedTuple, Protocol
 
-from angpt.config import TrainConfig
+from rich.console import Console
+
 from angpt.errors import UserError
+from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, explain
 from angpt.system import available_cores
 
-if TYPE_CHECKING:
-    from angpt.training.run import Run
-
 POLL_SECONDS = 0.25
-LOCK_SECONDS = 20.0
 
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM came; every run has saved what it had."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run to begin, to go on with, or to leave as it is if it has ended."""
+class Ended(NamedTuple):
+    job: Job
+    failure: str | None
+    """What went wrong; None also for a run that was interrupted and saved."""
 
-    config: TrainConfig
-    folder: Path
+
+class Pool(Protocol):
+    """Where runs are done."""
+
+    slots: int
+    """How many at a time."""
+
+    @property
+    def taken(self) -> set[Path]:
+        """Folders of the runs that were started and have not ended."""
+
+    @property
+    def running(self) -> set[Path]:
+        """Those of them that are under way; others wait in a queue."""
+
+    def start(self, job: Job) -> None: ...
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """Those that ended, within this time at the latest."""
+
+    def stop(self) -> None:
+        """Let every run save and end; called until none is running."""
+
+
+def execute(
+    jobs: Callable[[], Sequence[Job]],
+    pool: Pool,
+    tick: Callable[[Sequence[Job], set[Path]], None],
+    failed: Callable[[Job, str], None] | None = None,
+) -> None:
+    """Bring all jobs to their end.
+
+    `jobs` is asked again when a run has ended, for what came out may call for further ones. `tick` is called often,
+    with all jobs and the folders under way. `failed` is told what went wrong with a run, and the others go on; without
+    it, the first failure stops them at their next step and is raised. So is an interrupt. Both leave everything such
+    that the same call goes on.
+    """
+    failures: dict[Path, str] = {}
+    with _interrupts() as interrupted:
+        current = jobs()
+        for job in current:
+            check_settings(job)
+        waiting = _to_do(current, pool, failures)
+        while True:
+            stop = interrupted.is_set() or (bool(failures) and failed is None)
+            if stop:
+                waiting = []
+                pool.stop()
+            while waiting and len(pool.taken) < pool.slots and not interrupted.is_set():
+                pool.start(waiting.pop())
+            tick(current, pool.running)
+            if not waiting and not pool.taken:
+                break
+            over = pool.wait(1.0 if stop else POLL_SECONDS)
+            for job, failure in over:
+                if failure is not None:
+                    failures[job.folder] = failure
+                    if failed is not None:
+                        failed(job, failure)
+            if over:
+                current = jobs()
+                waiting = _to_do(current, pool, failures)
+    tick(current, set())
+    if failures and failed is None:
+        raise UserError(next(iter(failures.values())))
+    if interrupted.is_set():
+        raise Interrupted
+
+
+def _to_do(jobs: Sequence[Job], pool: Pool, failures: dict[Path, str]) -> list[Job]:
+    """The jobs to start, the first of them last."""
+    skipped = pool.taken | set(failures)
+    open_jobs = [j for j in jobs if j.folder not in skipped and ended(j.folder) is None and not j.failure.exists()]
+    return open_jobs[::-1]
+
+
+class InProcess:
+    """One after the other, here."""
+
+    slots = 1
+
+    def __init__(self, console: Console, threads: int | None = None) -> None:
+        self.console, self.threads = console, threads
+        self.over: list[Ended] = []
+
+    @property
+    def taken(self) -> set[Path]:
+        return {e.job.folder for e in self.over}
+
+    @property
+    def running(self) -> set[Path]:
+        return set()
+
+    def start(self, job: Job) -> None:
+        import torch
+
+        from angpt.training.reporter import reporter_for
+
+        torch.set_num_threads(self.threads or available_cores())
+        failure = None
+        try:
+            if bring_to_end(job, reporter_for(self.console)).status == "interrupted":
+                signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
+        except Exception as error:
+            failure = explain(error)
+        self.over.append(Ended(job, failure))
+
+    def wait(self, seconds: float) -> list[Ended]:
+        over, self.over = self.over, []
+        return over
+
+    def stop(self) -> None:
+        pass
 
 
 class Running(NamedTuple):
+    job: Job
     process: ForkServerProcess
     pipe: Connection
     slot: int
     """Which of the workers it is, and so which of the GPUs it has."""
 
 
-def execute(jobs: Sequence[Job], workers: int, tick: Callable[[set[Path]], None]) -> None:
-    """Bring all jobs to their end, `workers` at a time. `tick` is called often, with the folders under way.
+class Processes:
+    """Several at a time, each in a process that ends with this one."""
 
-    The first failure stops the others at their next step and is raised; so is an interrupt. Both leave everything such
-    that the same call goes on.
-    """
-    if workers < 1:
-        raise UserError(f"workers = {workers}: at least one is needed")
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["angpt.training.trainer"])
-    threads = max(1, available_cores() // workers)
-    waiting, running = list(reversed(jobs)), dict[Path, Running]()
-    failure: str | None = None
-    with _interrupts() as interrupted:
-        while waiting or running:
-            stop = failure is not None or interrupted.is_set()
-            if stop:
-                waiting.clear()
-                for run in running.values():
-                    run.process.terminate()  # SIGTERM, heard once the run is in its loop
-            while waiting and len(running) < workers:
-                job = waiting.pop()
-                slot = min(set(range(workers)) - {run.slot for run in running.values()})
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_run, args=(job, slot, threads, theirs), name=job.folder.name)
-                process.start()
-                theirs.close()
-                running[job.folder] = Running(process, ours, slot)
-            tick(set(running))
-            wait([run.process.sentinel for run in running.values()], timeout=1.0 if stop else POLL_SECONDS)
-            for folder, run in list(running.items()):
-                if not run.process.is_alive():
-                    failure = failure or _failure(folder, run, stop)
-                    del running[folder]
-    tick(set())
-    if failure is not None:
-        raise UserError(failure)
-    if interrupted.is_set():
-        raise Interrupted
+    def __init__(self, workers: int, threads: int | None = None) -> None:
+        if workers < 1:
+            raise UserError(f"workers = {workers}: at least one is needed")
+        self.slots = workers
+        self.threads = threads or max(1, available_cores() // workers)
+        self.context = mp.get_context("forkserver")
+        self.context.set_forkserver_preload(["angpt.training.trainer"])
+        self.runs: list[Running] = []
+        self.stopping = False
 
+    @property
+    def taken(self) -> set[Path]:
+        return {run.job.folder for run in self.runs}
 
-def _failure(folder: Path, run: Running, stopping: bool) -> str | None:
-    """What went wrong in a process that has ended, if anything."""
-    run.process.join()
-    code = run.process.exitcode
-    try:
-        return str(run.pipe.recv())
-    except EOFError:
-        stopped = stopping and code == -signal.SIGTERM  # before it had begun
-        return None if code == 0 or stopped else f"{folder}: the training process died (exit code {code})"
-    finally:
-        run.pipe.close()
+    @property
+    def running(self) -> set[Path]:
+        return self.taken
 
+    def start(self, job: Job) -> None:
+        slot = min(set(range(self.slots)) - {run.slot for run in self.runs})
+        ours, theirs = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=_run, args=(job, slot, self.threads, theirs), name=job.folder.name)
+        process.start()
+        theirs.close()
+        self.runs.append(Running(job, process, ours, slot))
 
-class _interrupts:
-    """Notes SIGINT and SIGTERM while it is entered."""
+    def wait(self, seconds: float) -> list[Ended]:
+        wait([run.process.sentinel for run in self.runs], timeout=seconds)
+        over = [run for run in self.runs if not run.process.is_alive()]
+        self.runs = [run for run in self.runs if run not in over]
+        return [Ended(run.job, self._failure(run)) for run in over]
 
-    def __enter__(self) -> threading.Event:
-        came = threading.Event()
-        self.before = {s: signal.signal(s, lambda *_: came.set()) for s in (signal.SIGINT, signal.SIGTERM)}
-        return came
+    def stop(self) -> None:
+        self.stopping = True
+        for run in self.runs:
+            run.process.terminate()  # SIGTERM, heard once the run is in its loop
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+    def _failure(self, run: Running) -> str | None:
+        """What went wrong in a process that has ended, if anything."""
+        run.process.join()
+        code = run.process.exitcode
+        try:
+            return str(run.pipe.recv())
+        except EOFError:
+            stopped = self.stopping and code == -signal.SIGTERM  # before it had begun
+            good = code == 0 or stopped
+            return None if good else f"{run.job.folder}: the training process died (exit code {code})"
+        finally:
+            run.pipe.close()
 
 
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
@@ -116,25 +217,15 @@ def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     _end_with_the_parent()
     import torch
 
-    from angpt.training.plan import make_plan
     from angpt.training.reporter import Quiet
-    from angpt.training.run import Run
-    from angpt.training.trainer import resume, start
 
     torch.set_num_threads(threads)
     if torch.cuda.is_available():
         torch.cuda.set_device(slot % torch.cuda.device_count())
     try:
-        if job.folder.exists():
-            run = Run.open(job.folder)
-            if run.config() != make_plan(job.config).config:
-                raise UserError(f"{job.folder}: was begun with other settings (see its config.toml); move it away")
-            _wait_for_lock(run)
-            resume(job.folder, Quiet())
-        else:
-            start(job.config, job.folder, Quiet())
-    except UserError as error:
-        pipe.send(str(error))
+        bring_to_end(job, Quiet())
+    except Exception as error:
+        pipe.send(explain(error))
 
 
 def _end_with_the_parent() -> None:
@@ -149,12 +240,18 @@ def _end_with_the_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _wait_for_lock(run: "Run") -> None:
-    """Give the process of a call that was just killed the moment that it takes to end."""
-    deadline = time.monotonic() + LOCK_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            with run.lock():
-                return
-        except UserError:
-            time.sleep(0.2)
+class _interrupts:
+    """Notes SIGINT and SIGTERM while it is entered."""
+
+    def __enter__(self) -> threading.Event:
+        came = threading.Event()
+
+        def note(number: int, frame: FrameType | None) -> None:
+            came.set()
+
+        self.before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return came
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

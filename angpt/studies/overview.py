@@ -1,9 +1,7 @@
 """What a person sees of many runs under way: a live table in a terminal, plain lines elsewhere."""
 
-import json
-import os
+from collections import Counter
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,19 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from angpt.studies.executor import Job
-from angpt.training.plan import make_plan
+from angpt.studies.jobs import Job, State, newest_record, state_of
 
-TAIL_BYTES = 65_536
+MOST_ROWS = 24
+"""Above this many runs the table shows those that run or have failed, and counts the others."""
 
 
 class Overview:
     """Shows the state of every run; `tick` is called with all jobs and the folders under way."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, live: bool = True) -> None:
         self.console = console
-        self.live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
-        self.said: dict[Path, str] = {}
+        self.live = Live(console=console, refresh_per_second=4) if live and console.is_terminal else None
+        self.said: dict[Path, State] = {}
 
     def __enter__(self) -> "Overview":
         if self.live:
@@ -37,51 +35,30 @@ class Overview:
             self.live.stop()
 
     def tick(self, jobs: Sequence[Job], running: set[Path]) -> None:
-        states = [(job, state_of(job.folder, job.folder in running)) for job in jobs]
+        states = {job: state_of(job, job.folder in running) for job in jobs}
         if self.live:
             self.live.update(_table(states))
             return
-        for job, (state, record) in states:
+        for job, state in states.items():
             if state != self.said.get(job.folder, "waiting"):
                 self.said[job.folder] = state
-                loss = "" if state == "running" else _number(record.get("val_loss"), ".4f")
+                record = {} if state == "running" else newest_record(job.folder / "metrics.jsonl")
+                loss = _number(record.get("val_loss"), ".4f")
                 told = f"{state}, validation loss {loss}" if loss else state
                 self.console.print(f"{job.folder.name}: {told}", highlight=False, soft_wrap=True)
 
 
-def state_of(folder: Path, running: bool) -> tuple[str, dict[str, Any]]:
-    """waiting, running, or how it ended; and its newest figures."""
-    record = newest_record(folder / "metrics.jsonl")
-    summary = folder / "summary.json"
-    if running:
-        return "running", record
-    if summary.exists():
-        return str(json.loads(summary.read_text(encoding="utf-8"))["status"]), record
-    return ("stopped" if folder.exists() else "waiting"), record
-
-
-def newest_record(path: Path) -> dict[str, Any]:
-    """The newest value of everything at the end of metrics.jsonl."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().split(b"\n")
-    merged: dict[str, Any] = {}
-    for line in lines[:-1]:
-        try:
-            merged |= json.loads(line)
-        except ValueError:  # the first may begin in the middle
-            continue
-    return merged
-
-
-def _table(states: Sequence[tuple[Job, tuple[str, dict[str, Any]]]]) -> Table:
+def _table(states: dict[Job, State]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("run", "state", "", "loss", "val", "tok/s"):
         table.add_column(heading, justify="left" if heading in ("run", "state", "") else "right", no_wrap=True)
-    for job, (state, record) in states:
-        steps = _steps(job)
+    shown = states
+    if len(states) > MOST_ROWS:
+        shown = {job: state for job, state in states.items() if state in ("running", "failed")}
+        table.caption = ", ".join(f"{n} {state}" for state, n in Counter(states.values()).most_common())
+    for job, state in shown.items():
+        record: dict[str, Any] = newest_record(job.folder / "metrics.jsonl")
+        steps = job.plan.steps
         done = steps if state == "finished" else record.get("step", 0)
         table.add_row(
             job.folder.name,
@@ -96,8 +73,3 @@ def _table(states: Sequence[tuple[Job, tuple[str, dict[str, Any]]]]) -> Table:
 
 def _number(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
-
-
-@cache
-def _steps(job: Job) -> int:
-    return make_plan(job.config).steps

@@ -45,12 +45,12 @@ def speedup(value: SpeedUp) -> str:
     return f"{text} [{value.low:.2f}, {value.high:.2f}]"
 
 
-def overhead(value: Interval) -> str:
-    """A part of the baseline's step time in per cent: +3.1 % ± 0.4 %."""
-    text = f"{100 * value.mean:+.1f} %".replace("-", "−")
+def overhead(value: Interval, digits: int = 1) -> str:
+    """A part of the baseline's value (step time, loss) in per cent: +3.1 % ± 0.4 %."""
+    text = f"{100 * value.mean:+.{digits}f} %".replace("-", "−")
     if value.low is None or value.high is None:
         return text
-    return f"{text} ± {50 * (value.high - value.low):.1f} %"
+    return f"{text} ± {50 * (value.high - value.low):.{digits}f} %"
 
 
 def listed(words: Sequence[str]) -> str:

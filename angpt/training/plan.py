@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from angpt.config import TrainConfig, from_dict, parse_budget
+from angpt.config import ModelConfig, TrainConfig, from_dict, parse_budget
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
 
@@ -90,12 +90,18 @@ class Plan:
         return self.peak_lr * (final + (1 - final) * cosine)
 
 
+@cache
+def count(cfg: ModelConfig) -> tuple[int, int]:
+    """Parameters of a model, and its FLOPs for each token of training."""
+    with torch.device("meta"):
+        model = build(cfg)
+    return model.parameter_count(), model.flops_per_token()
+
+
 def make_plan(cfg: TrainConfig) -> Plan:
     """Fill in what the configuration leaves open."""
     device = _device(cfg.device)
-    with torch.device("meta"):
-        model = build(cfg.model)
-    parameters = model.parameter_count()
+    parameters, flops_per_token = count(cfg.model)
     rule, optimizer, context = rule_for(cfg.model.architecture), cfg.optimizer, cfg.model.context
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
     if batch_tokens % context:
@@ -128,7 +134,7 @@ def make_plan(cfg: TrainConfig) -> Plan:
     return Plan(
         config=resolved,
         parameters=parameters,
-        flops_per_token=model.flops_per_token(),
+        flops_per_token=flops_per_token,
         steps=steps,
         batch_tokens=batch_tokens,
         sequences=sequences,

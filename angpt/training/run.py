@@ -6,11 +6,12 @@ import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import torch
 
@@ -108,11 +109,28 @@ class Run:
     def lock(self) -> Iterator[None]:
         """Held while a process trains; gone with the process, however it ends."""
         with (self.path / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.path}: another process is training here") from error
+            if not _take(file, fcntl.LOCK_EX):
+                time.sleep(0.1)  # it may have been a glance of `busy`
+                if not _take(file, fcntl.LOCK_EX):
+                    raise UserError(f"{self.path}: another process is training here")
             yield
+
+    def busy(self) -> bool:
+        """Whether a process trains here."""
+        try:
+            with (self.path / ".lock").open("r") as file:
+                return not _take(file, fcntl.LOCK_SH)
+        except FileNotFoundError:
+            return False
+
+
+def _take(file: IO[str], kind: int) -> bool:
+    """Whether the lock was to be had, until the file is closed."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class MetricsWriter:

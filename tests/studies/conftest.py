@@ -1,8 +1,17 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from angpt.config import TrainConfig, from_dict
 from angpt.studies.config import CompareConfig
+from angpt.training.plan import make_plan
+from angpt.training.run import Run, Summary
 from tests.training.conftest import VOCAB, write_tokens
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +42,95 @@ def without_timing(result):
         "cells": cells,
         "runs": runs,
     }
+
+
+def pretend(job, status="finished", val_loss=2.0, seconds=10.0):
+    """Leave the folder of a run that has ended so."""
+    plan = make_plan(job.config)
+    run = Run(job.folder) if job.folder.exists() else Run.create(job.folder, plan.config)
+    tokens = plan.steps * plan.batch_tokens
+    run.write_summary(
+        Summary(
+            status=status,
+            step=plan.steps,
+            steps=plan.steps,
+            tokens=tokens,
+            val_loss=val_loss,
+            seconds=seconds,
+            compile_seconds=0.0,
+            tokens_per_s=tokens / seconds,
+            peak_memory_gib=None,
+            parameters=plan.parameters,
+            flops_per_token=plan.flops_per_token,
+            checkpoint=None,
+            environment={},
+        )
+    )
+
+
+STUDY = """
+baseline = "gpt+"
+threads = 1
+
+[[grid]]
+architectures = ["gpt+", "angpt"]
+sizes = ["a", "b"]
+budgets = ["2048"]
+batches = [128, 256]
+lrs = [0.004, 0.016, 0.064]
+
+[shapes.a]
+d_model = 16
+n_layers = 1
+n_heads = 2
+
+[shapes.b]
+d_model = 32
+n_layers = 1
+n_heads = 2
+
+[slurm]
+gpus = 0
+cpus = 1
+
+[train]
+eval_tokens = 512
+checkpoint_every = 4
+device = "cpu"
+
+[train.model]
+vocab_size = 61
+context = 32
+
+[train.data]
+path = "DATA"
+"""
+"""2 architectures × 2 sizes × 2 batches × 3 learning rates, a second per run."""
+
+
+def write_study(path, data, *changes, text=STUDY):
+    """The file of a study; `changes` are pairs of what is replaced by what."""
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.write_text(text.replace("DATA", str(data)))
+    return path
+
+
+def study_result(folder):
+    """What a study left, less what a clock measured."""
+    result = json.loads((folder / "result.json").read_text())
+    for run in result["runs"]:
+        del run["seconds"]
+    return result
+
+
+@pytest.fixture(scope="session")
+def whole(data, tmp_path_factory):
+    """The folder of the study, executed by two processes of the command, and what was printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    file = write_study(folder / "study.toml", data)
+    call = [sys.executable, "-m", "angpt", "study", "run", str(file), "--out", str(folder / "s"), "--workers", "2"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "s", done.stdout

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -17,14 +18,15 @@ from angpt.cli import main
 from angpt.config import read_toml, to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
-from angpt.studies.compare import Study, run_name
+from angpt.studies.compare import Comparison, run_name
 from angpt.studies.config import CompareConfig
-from angpt.studies.executor import Interrupted, Job, execute
+from angpt.studies.executor import Interrupted, Processes, execute
+from angpt.studies.jobs import Job
 from angpt.studies.results import Result
 from angpt.training.plan import make_plan
 from angpt.training.run import Run
 from angpt.training.trainer import open_data
-from tests.studies.conftest import tiny, without_timing
+from tests.studies.conftest import pretend, tiny, without_timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,14 +38,14 @@ def ignore(*_):
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     """A comparison that has run to its end."""
-    study = Study.create(tmp_path_factory.mktemp("study") / "s", tiny(data, tune=2), "angpt compare …")
-    study.execute(2, ignore)
+    study = Comparison.create(tmp_path_factory.mktemp("study") / "s", tiny(data, tune=2), "angpt compare …")
+    study.execute(Processes(2), ignore)
     study.report()
     return study
 
 
 def test_every_architecture_sees_the_same_tokens(data, tmp_path):
-    study = Study(tmp_path, tiny(data, architectures=("gpt+", "angpt", "angpt/no-lerp")))
+    study = Comparison(tmp_path, tiny(data, architectures=("gpt+", "angpt", "angpt/no-lerp")))
     jobs = study.jobs(study.default_rates())
     assert len({job.folder for job in jobs}) == len(jobs) == 3 * 2 * 2
     same = Counter((j.config.seed, j.config.tokens, j.config.batch_tokens, j.config.data) for j in jobs)
@@ -51,7 +53,7 @@ def test_every_architecture_sees_the_same_tokens(data, tmp_path):
 
 
 def test_multiples_are_of_the_parameters_of_the_baseline(data, tmp_path):
-    study = Study(tmp_path, tiny(data, budgets=("2x", "1x")))
+    study = Comparison(tmp_path, tiny(data, budgets=("2x", "1x")))
     baseline = make_plan(
         dataclasses.replace(study.config.train, model=study.jobs(study.default_rates())[0].config.model)
     )
@@ -59,7 +61,7 @@ def test_multiples_are_of_the_parameters_of_the_baseline(data, tmp_path):
 
 
 def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_path):
-    study = Study(tmp_path, tiny(data, tune=3))
+    study = Comparison(tmp_path, tiny(data, tune=3))
     jobs = study.tuning_jobs()
     trials = Counter(j.config.model.architecture for j in jobs)
     assert set(trials.values()) == {3}
@@ -69,8 +71,28 @@ def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_pat
         assert rates == pytest.approx([centre / 2, centre, centre * 2], rel=0.01)
 
 
+def test_tuning_goes_on_beyond_the_edge_of_its_rates(data, tmp_path):
+    study = Comparison.create(tmp_path / "s", tiny(data, tune=3, architectures=("gpt+",), lrs={"gpt+": 0.01}), "…")
+    tried = []
+    while todo := [job for job in study.tuning_jobs() if not job.folder.exists()]:
+        for job in todo:
+            tried.append(job.config.optimizer.lr)
+            pretend(job, val_loss=1 + abs(math.log(job.config.optimizer.lr / 0.07)))
+    assert tried == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16]
+    assert study.tuned_rates() == {"gpt+": 0.08}
+    assert study.tuning_notes() == []
+    for job in study.tuning_jobs():
+        pretend(job, "diverged" if job.config.optimizer.lr > 0.01 else "finished", val_loss=job.config.optimizer.lr)
+    assert next(j.config.optimizer.lr for j in study.tuning_jobs()) == 0.0025
+    for _ in range(9):
+        for job in study.tuning_jobs():
+            pretend(job, val_loss=job.config.optimizer.lr)
+    assert study.tuned_rates() == {"gpt+": 0.000313}
+    assert "0.000313, is at the edge" in study.tuning_notes()[0]
+
+
 def test_trials_never_see_the_validation_split(data, tmp_path):
-    job = Study(tmp_path, tiny(data, tune=1)).tuning_jobs()[0]
+    job = Comparison(tmp_path, tiny(data, tune=1)).tuning_jobs()[0]
     train, tuning = open_data(make_plan(job.config))
     whole = TokenData.open(data, "train")
     assert train.tokens + tuning.tokens == whole.tokens
@@ -108,7 +130,7 @@ def test_a_comparison_leaves_its_folder(finished):
 
 def test_called_again_it_repeats_nothing(finished):
     before = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
-    Study.create(finished.folder, finished.config, "again").execute(2, ignore)
+    Comparison.create(finished.folder, finished.config, "again").execute(Processes(2), ignore)
     after = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
     assert {p: t for p, t in after.items() if p.is_file()} == {p: t for p, t in before.items() if p.is_file()}
 
@@ -122,8 +144,8 @@ def test_runs_alone_make_a_report(finished, tmp_path, capsys):
 
 
 def test_a_comparison_under_way_has_a_report(data, tmp_path):
-    study = Study.create(tmp_path / "s", tiny(data), "angpt compare")
-    execute(study.jobs(study.default_rates())[:4], 2, ignore)
+    study = Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
+    execute(lambda: study.jobs(study.default_rates())[:4], Processes(2), ignore)
     result = Result.read(study.report().parent / "result.json")
     assert not result.complete
     assert Counter(r.status for r in result.runs) == {"finished": 4, "waiting": 8}
@@ -151,31 +173,31 @@ def test_killed_and_called_again_it_gives_the_same_result(data, tmp_path):
 
 
 def test_an_interrupt_saves_every_run_and_the_next_call_goes_on(data, tmp_path):
-    study = Study.create(tmp_path / "s", tiny(data, budgets=("200000",), seeds=(0,)), "angpt compare")
+    study = Comparison.create(tmp_path / "s", tiny(data, budgets=("200000",), seeds=(0,)), "angpt compare")
 
     def stop(_, running):
         if all((folder / "checkpoints").exists() for folder in running) and running:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted):
-        study.execute(2, stop)
+        study.execute(Processes(2), stop)
     assert {r.status for r in study.result().runs} == {"interrupted", "waiting"}
     assert any(r.progress > 0 for r in study.result().runs)
 
 
 def test_a_failing_run_stops_the_comparison_with_its_reason(data, tmp_path):
-    good = Study(tmp_path, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
+    good = Comparison(tmp_path, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
     missing = dataclasses.replace(good.config, data=dataclasses.replace(good.config.data, path=str(tmp_path / "no")))
     with pytest.raises(UserError, match="no such file or folder"):
-        execute([Job(missing, tmp_path / "bad"), good], 1, ignore)
+        execute(lambda: [Job(missing, tmp_path / "bad"), good], Processes(1), ignore)
 
 
 def test_diverged_runs_are_data(data, tmp_path):
     config = tiny(data, architectures=("gpt+", "gpt+/dyt"), seeds=(0,), lrs={"gpt+/dyt": 1e32, "gpt+": 1e-2})
     clip = dataclasses.replace(config.train.optimizer, clip=1e30)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, optimizer=clip))
-    study = Study.create(tmp_path / "s", config, "angpt compare")
-    result = study.execute(2, ignore)
+    study = Comparison.create(tmp_path / "s", config, "angpt compare")
+    result = study.execute(Processes(2), ignore)
     assert result.complete
     assert sum(c.diverged for c in result.cells if c.architecture == "gpt+/dyt") == 2
     assert study.report().exists()
@@ -198,15 +220,15 @@ def test_mistakes(data, overrides, message):
 def test_mistakes_are_found_before_anything_is_written(data, tmp_path):
     for overrides in ({"architectures": ("gpt+", "angtp")}, {"budgets": ("many",)}):
         with pytest.raises(UserError):
-            Study.create(tmp_path / "s", tiny(data, **overrides), "angpt compare")
+            Comparison.create(tmp_path / "s", tiny(data, **overrides), "angpt compare")
     assert not (tmp_path / "s").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty"):
-        Study.create(tmp_path / "full", tiny(data), "angpt compare")
-    Study.create(tmp_path / "s", tiny(data), "angpt compare")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        Comparison.create(tmp_path / "full", tiny(data), "angpt compare")
+    Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
     with pytest.raises(UserError, match="holds another comparison"):
-        Study.create(tmp_path / "s", tiny(data, seeds=(5,)), "angpt compare")
+        Comparison.create(tmp_path / "s", tiny(data, seeds=(5,)), "angpt compare")
 
 
 def test_the_configuration_survives_its_file(data, tmp_path):
@@ -220,15 +242,15 @@ def test_names():
 
 
 def test_a_folder_of_another_run_is_not_taken_for_this_one(data, tmp_path):
-    study = Study.create(tmp_path / "s", tiny(data), "angpt compare")
+    study = Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
     job = study.jobs(study.default_rates())[0]
-    execute([Job(dataclasses.replace(job.config, tokens="512"), job.folder)], 1, ignore)
+    execute(lambda: [Job(dataclasses.replace(job.config, tokens="512"), job.folder)], Processes(1), ignore)
     with pytest.raises(UserError, match="was begun with other settings"):
-        study.execute(1, ignore)
+        study.execute(Processes(1), ignore)
 
 
 def test_budgets_that_are_the_same_are_one(data, tmp_path):
-    study = Study(tmp_path, tiny(data, budgets=("4k", "4000")))
+    study = Comparison(tmp_path, tiny(data, budgets=("4k", "4000")))
     assert study.budgets == [4000]
 
 
@@ -250,9 +272,9 @@ def test_a_run_file_leaves_the_rates_of_a_comparison_open(finished, data, tmp_pa
 
 
 @pytest.mark.parametrize("workers", [0, -1])
-def test_workers_are_at_least_one(data, tmp_path, workers):
+def test_workers_are_at_least_one(workers):
     with pytest.raises(UserError, match="at least one is needed"):
-        execute([], workers, ignore)
+        Processes(workers)
 
 
 def test_ctrl_c_at_any_moment_is_an_interrupt(data, tmp_path):

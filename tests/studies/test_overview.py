@@ -3,18 +3,19 @@ import json
 
 from rich.console import Console
 
-from angpt.studies.compare import Study
-from angpt.studies.overview import Overview, newest_record
-from tests.studies.conftest import tiny
+from angpt.studies.compare import Comparison
+from angpt.studies.jobs import newest_record
+from angpt.studies.overview import Overview
+from tests.studies.conftest import pretend, tiny
 
 
 def show(data, folder, *, terminal, status, record):
     """What is printed for a run in this state."""
-    job = Study(folder, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
+    job = Comparison(folder, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
     job.folder.mkdir(parents=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in record))
     if status:
-        (job.folder / "summary.json").write_text(json.dumps({"status": status}))
+        pretend(job, status)
     text = io.StringIO()
     with Overview(Console(file=text, force_terminal=terminal, width=100)) as overview:
         overview.tick([job], set() if status else {job.folder})

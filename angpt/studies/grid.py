@@ -1,0 +1,140 @@
+"""From the grids of a study to its runs: what they are called, and what their settings are."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from angpt.config import SIZES, TrainConfig, parse_budget
+from angpt.studies.config import Grid, Shape, StudyConfig, multiple
+from angpt.studies.search import rounded
+from angpt.training.plan import count, rule_for
+
+SMALL = 100_000_000
+"""Parameters below which `beta2_below_100M` holds."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs among which a batch size and a learning rate are chosen; they differ in these and in the seed alone."""
+
+    architecture: str
+    size: str
+    """Empty where the study has no sizes."""
+    budget: str
+    """As it stands in names: 20x, 1.5B."""
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (folder_name(self.architecture), self.size, self.budget) if part)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run."""
+
+    group: Group
+    batch: int
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The same for the same settings, whatever else the study holds."""
+        return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-s{self.seed}"
+
+
+def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
+    """Small models first, the architectures in turn."""
+    sizes, budgets = grid.sizes or ("",), grid.budgets or (train.tokens,)
+    for size, budget, architecture in product(sizes, budgets, grid.architectures):
+        yield Group(architecture, size, budget_name(budget))
+
+
+def start_lines(grid: Grid, group: Group, config: StudyConfig) -> dict[int, list[float]]:
+    """The learning rates at each batch size that the grid names."""
+    model = sized(config, group).model
+    parameters, _ = count(model)
+    rule = rule_for(group.architecture)
+    batch, lr = rule.batch_at(parameters, model.context), rule.lr_at(parameters)
+    rates = [rounded(multiple(v, "lrs") * lr) if isinstance(v, str) else v for v in grid.lrs]
+    batches = [
+        _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
+    ]
+    return {tokens: sorted(set(rates)) for tokens in sorted(set(batches))}
+
+
+def sized(config: StudyConfig, group: Group) -> TrainConfig:
+    """The settings of the runs with the architecture and the size of a group."""
+    shape = dataclasses.asdict(config.shapes[group.size]) if group.size in config.shapes else {}
+    if group.size in SIZES:
+        shape = dict(zip((f.name for f in dataclasses.fields(Shape)), SIZES[group.size], strict=True))
+    model = dataclasses.replace(config.train.model, architecture=group.architecture, **shape)
+    return dataclasses.replace(config.train, model=model)
+
+
+def run_config(config: StudyConfig, point: Point) -> TrainConfig:
+    """The settings of a run."""
+    train = sized(config, point.group)
+    parameters, _ = count(train.model)
+    if config.beta2_below_100M is not None and parameters < SMALL:
+        optimizer = dataclasses.replace(train.optimizer, beta2=config.beta2_below_100M)
+        train = dataclasses.replace(train, optimizer=optimizer)
+    return settled(train, budget_tokens(config, point.group), point.batch, point.lr, point.seed)
+
+
+def settled(train: TrainConfig, tokens: int, batch: int, lr: float, seed: int) -> TrainConfig:
+    """The configuration with what differs between the runs of a study."""
+    optimizer = dataclasses.replace(train.optimizer, lr=lr)
+    return dataclasses.replace(train, optimizer=optimizer, tokens=str(tokens), batch_tokens=batch, seed=seed)
+
+
+def budget_tokens(config: StudyConfig, group: Group) -> int:
+    """Multiples are of the parameters of the baseline: every architecture of a size has the same budget."""
+    parameters, _ = count(sized(config, dataclasses.replace(group, architecture=baseline(config))).model)
+    return parse_budget(group.budget, parameters)
+
+
+def baseline(config: StudyConfig) -> str:
+    return config.baseline or config.grid[0].architectures[0]
+
+
+def folder_name(architecture: str) -> str:
+    return architecture.replace("/", "-")
+
+
+def budget_name(text: str) -> str:
+    """One name for each budget: 1e9 and 1000M are 1B."""
+    if text.strip()[-1] in "xX":
+        return f"{multiple(text, 'budgets'):.12g}x"
+    return short(parse_budget(text, parameters=1))
+
+
+def short(tokens: int) -> str:
+    """1500000 as 1.5M, with every digit, for it makes names of folders."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if tokens >= size:
+            return f"{tokens / size:.12g}{unit}"
+    return str(tokens)
+
+
+def _sequences(tokens: float, context: int) -> int:
+    return context * max(1, round(tokens / context))
+
+
+def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, list[float]]:
+    """What the lines could grow to within their limits, for an upper bound of the cost."""
+    rates = sorted({rate for line in start.values() for rate in line})
+    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits)
+    return {round(batch): _lattice(rates, grid.lr_limits) for batch in batches}
+
+
+def _lattice(values: list[float], limits: tuple[float, ...]) -> list[float]:
+    if not limits or len(values) < 2:
+        return values
+    found, (low, high) = list(values), limits
+    while (value := found[0] * found[0] / found[1]) >= low:
+        found.insert(0, value)
+    while (value := found[-1] * found[-1] / found[-2]) <= high:
+        found.append(value)
+    return found

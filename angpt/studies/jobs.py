@@ -1,0 +1,168 @@
+"""A run as something to be done: whether it has ended, what it left, and how it is brought to its end."""
+
+import dataclasses
+import json
+import os
+import shlex
+import time
+import traceback
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from angpt.config import TrainConfig
+from angpt.data.shards import INDEX, Index
+from angpt.errors import UserError
+from angpt.system import write_atomically
+from angpt.training.plan import Plan, make_plan
+from angpt.training.run import Run, Summary
+
+if TYPE_CHECKING:
+    from angpt.training.reporter import Reporter
+
+LOCK_SECONDS = 20.0
+TAIL_BYTES = 65_536
+MADE_BY = "# made by: "
+"""Begins study.toml: the command that made the folder."""
+
+State = Literal["waiting", "queued", "running", "stopped", "finished", "diverged", "failed"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to begin, to go on with, or to leave as it is if it has ended."""
+
+    config: TrainConfig
+    folder: Path
+
+    @property
+    def plan(self) -> Plan:
+        return make_plan(self.config)
+
+    @property
+    def flops(self) -> float:
+        plan = self.plan
+        return float(plan.flops_per_token * plan.steps * plan.batch_tokens)
+
+    @property
+    def failure(self) -> Path:
+        """Where it is noted why the run failed: failed/NAME.txt beside the folder runs/."""
+        return self.folder.parent.parent / "failed" / f"{self.folder.name}.txt"
+
+
+def ended(folder: Path) -> Summary | None:
+    """How a run ended, finished or diverged; None while there is something left to do."""
+    path = folder / "summary.json"
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    summary = _summary(folder, stat.st_mtime_ns, stat.st_size)
+    return None if summary is None or summary.status == "interrupted" else summary
+
+
+@lru_cache(maxsize=65_536)
+def _summary(folder: Path, _mtime: int, _size: int) -> Summary | None:
+    return Run(folder).summary()
+
+
+def state_of(job: Job, running: bool) -> State:
+    if running:
+        return "running"
+    if (summary := ended(job.folder)) is not None:
+        return "finished" if summary.status == "finished" else "diverged"
+    if job.failure.exists():
+        return "failed"
+    return "stopped" if job.folder.exists() else "waiting"
+
+
+def newest_record(path: Path) -> dict[str, Any]:
+    """The newest value of everything at the end of metrics.jsonl."""
+    if not path.exists():
+        return {}
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        lines = file.read().split(b"\n")
+    merged: dict[str, Any] = {}
+    for line in lines[:-1]:
+        try:
+            merged |= json.loads(line)
+        except ValueError:  # the first may begin in the middle
+            continue
+    return merged
+
+
+def check_settings(job: Job) -> None:
+    """A folder that is there must hold this run. What the settings leave to the device is the device's, wherever the
+    run was begun."""
+    if not job.folder.exists():
+        return
+    stored = Run.open(job.folder).config()
+    device = stored.device if job.config.device == "auto" else job.config.device
+    if make_plan(dataclasses.replace(job.config, device=device)).config != stored:
+        raise UserError(f"{job.folder}: was begun with other settings (see its config.toml); move it away")
+
+
+def bring_to_end(job: Job, reporter: "Reporter") -> Summary:
+    """Begin a run or go on with it, here and now."""
+    from angpt.training.trainer import resume, start
+
+    if not job.folder.exists():
+        return start(job.config, job.folder, reporter)
+    check_settings(job)
+    _wait_for_lock(Run.open(job.folder))
+    return resume(job.folder, reporter)
+
+
+def _wait_for_lock(run: Run) -> None:
+    """Give the process of a call that was just killed the moment that it takes to end."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            with run.lock():
+                return
+        except UserError:
+            time.sleep(0.2)
+
+
+def explain(error: Exception) -> str:
+    """What went wrong, in a line for the user's mistakes; where it happened, for what nobody expected."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+
+
+def note_failure(job: Job, text: str) -> None:
+    job.failure.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.failure, text.rstrip() + "\n")
+
+
+def failure_of(job: Job) -> str | None:
+    """The first line of the note, if there is one."""
+    try:
+        return (job.failure.read_text(encoding="utf-8").splitlines() or ["no reason was given"])[0]
+    except FileNotFoundError:
+        return None
+
+
+def check_new(folder: Path) -> None:
+    """Whether a comparison or a study can begin here."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
+
+
+def repeated_by(folder: Path, data: str) -> list[str]:
+    """What makes a comparison or a study again: the preparation of its data, where that is known, and the call."""
+    found = []
+    index = Path(data) / INDEX
+    if index.exists():
+        recipe = Index.read(index.parent).recipe
+        arguments = [*recipe.sources, "--out", str(index.parent), "--tokenizer", recipe.tokenizer]
+        arguments += ["--val-fraction", str(recipe.val_fraction), "--seed", str(recipe.seed)]
+        options = {"--column": recipe.column, "--subset": recipe.subset, "--hub-split": recipe.hub_split}
+        for option, value in options.items():
+            arguments += [option, value] if value else []
+        found.append(f"angpt data prepare {shlex.join(arguments)}")
+    first, _, _ = (folder / "study.toml").read_text(encoding="utf-8").partition("\n")
+    return [*found, first.removeprefix(MADE_BY)] if first.startswith(MADE_BY) else found

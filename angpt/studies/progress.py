@@ -1,0 +1,189 @@
+"""How far a study is, what is left, and what that costs: `angpt study status` and `angpt study plan`."""
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from angpt.studies.cluster import in_queue
+from angpt.studies.jobs import Job, State, ended, failure_of, newest_record, state_of
+from angpt.studies.study import Study
+from angpt.studies.text import duration, label, plural, quantity
+from angpt.system import available_cores
+from angpt.training.hardware import peak_flops
+from angpt.training.run import Run
+
+ASSUMED_TFLOPS = 125.0
+"""Of a GPU that nothing is known about: an A100 at 40 % of its 312 TFLOP/s in bf16."""
+HERE = 0.4
+"""Part of the matmul rate of this machine that a training is taken to reach."""
+LONG_SECONDS = 100 * 3600.0
+MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A run, how far it is, and its newest figures."""
+
+    job: Job
+    state: State
+    done: float
+    """Part of the steps."""
+    loss: float | None
+    flops_per_s: float | None
+    """As measured; None for a run that has not begun."""
+    note: str = ""
+
+    @property
+    def left(self) -> float:
+        """FLOPs."""
+        return 0.0 if self.state in ("finished", "diverged") else (1 - self.done) * self.job.flops
+
+
+def progress(study: Study) -> list[Progress]:
+    jobs = study.jobs()
+    queue = in_queue(study.folder, [job.folder.name for job in jobs]) if shutil.which("squeue") else {}
+    return [_progress(job, queue.get(job.folder.name)) for job in jobs]
+
+
+def _progress(job: Job, queued: str | None) -> Progress:
+    summary = ended(job.folder)
+    if summary is not None:
+        rate = summary.tokens_per_s * summary.flops_per_token if summary.tokens_per_s else None
+        done = summary.step / summary.steps
+        return Progress(job, state_of(job, running=False), done, summary.val_loss, rate)
+    under_way = queued == "RUNNING" or (job.folder.exists() and Run(job.folder).busy())
+    state: State = "queued" if queued is not None and not under_way else state_of(job, under_way)
+    record = newest_record(job.folder / "metrics.jsonl")
+    speed, note = record.get("tokens_per_s"), failure_of(job) if state == "failed" else None
+    rate = speed * job.plan.flops_per_token if speed else None
+    return Progress(job, state, record.get("step", 0) / job.plan.steps, record.get("val_loss"), rate, note or "")
+
+
+def seconds_left(runs: Sequence[Progress]) -> float | None:
+    """Device time that the open runs need at the rates that were measured: those of the same architecture and size
+    where there are some, else the mean of all. None where nothing was measured."""
+    rates: dict[object, list[float]] = {}
+    for run in runs:
+        if run.flops_per_s:
+            rates.setdefault(run.job.config.model, []).append(run.flops_per_s)
+    if not rates:
+        return None
+    every = [rate for group in rates.values() for rate in group]
+    total = 0.0
+    for run in runs:
+        own = rates.get(run.job.config.model, every)
+        total += run.left * len(own) / sum(own)
+    return total
+
+
+def status_table(runs: Sequence[Progress]) -> Table:
+    """A row for each run, or where they are many for each architecture and size."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    if len(runs) <= MOST_ROWS:
+        for heading in ("run", "state", "done", "val loss", "left"):
+            table.add_column(heading, justify="left" if heading in ("run", "state") else "right", no_wrap=True)
+        for run in runs:
+            left = seconds_left([run]) if run.state == "running" else None
+            loss = "" if run.loss is None else f"{run.loss:.4f}"
+            time = "" if left is None else duration(left)
+            table.add_row(run.job.folder.name, run.state, f"{run.done:.0%}", loss, time)
+        return table
+    groups: dict[tuple[str, int], list[Progress]] = {}
+    for run in runs:
+        groups.setdefault((run.job.config.model.architecture, run.job.plan.parameters), []).append(run)
+    for heading in ("architecture", "parameters", "runs", "states", "done", "left"):
+        table.add_column(heading, justify="left" if heading in ("architecture", "states") else "right", no_wrap=True)
+    for (architecture, parameters), members in groups.items():
+        whole = sum(run.job.flops for run in members)
+        left = seconds_left(members)
+        table.add_row(
+            label(architecture),
+            quantity(parameters),
+            str(len(members)),
+            states(members),
+            f"{1 - sum(run.left for run in members) / whole:.0%}",
+            "" if left is None else duration(left),
+        )
+    return table
+
+
+def states(runs: Sequence[Progress]) -> str:
+    return ", ".join(f"{n} {state}" for state, n in Counter(run.state for run in runs).most_common())
+
+
+def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
+    """What the table does not say: the whole, the time left, and what failed and why."""
+    whole = sum(run.job.flops for run in runs)
+    left = sum(run.left for run in runs)
+    lines = [f"{plural(len(runs), 'run')}: {states(runs)}; {1 - left / whole:.0%} of {whole:.3g} FLOPs done"]
+    seconds, running = seconds_left(runs), sum(run.state == "running" for run in runs)
+    if left and seconds is not None:
+        eta = f", {duration(seconds / running)} with the {running} under way" if running else ""
+        lines.append(f"left: {duration(seconds)} of device time at the rates measured so far{eta}")
+    if growth := study.growth():
+        lines.append(f"the grids may grow by {plural(len(growth), 'run')} at most")
+    lines += [f"failed: {run.job.folder.name}: {run.note}" for run in runs if run.state == "failed"]
+    return lines
+
+
+def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
+    """What would run: a row for each architecture, size and budget."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", "GPU hours"):
+        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
+    groups: dict[tuple[str, int, int], list[Progress]] = {}
+    for run in runs:
+        model, tokens = run.job.config.model, int(run.job.config.tokens)
+        groups.setdefault((model.architecture, run.job.plan.parameters, tokens), []).append(run)
+    for (architecture, parameters, tokens), members in groups.items():
+        left = sum(run.left for run in members)
+        to_do = sum(run.left > 0 for run in members)
+        cells = (str(len(members)), str(to_do), f"{left:.3g}", hours(left, tflops))
+        table.add_row(label(architecture), quantity(parameters), quantity(tokens), *cells)
+    return table
+
+
+def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[str]:
+    left = sum(run.left for run in runs)
+    to_do = sum(run.left > 0 for run in runs)
+    lines = [
+        f"{to_do} of {plural(len(runs), 'run')} to do: {left:.3g} FLOPs, {hours(left, tflops)} GPU hours at "
+        f"{tflops:g} TFLOP/s (evaluation and compiling not counted)"
+    ]
+    measured = seconds_left(runs)
+    if left and measured is not None:
+        lines.append(f"at the rates measured in this study so far: {duration(measured)} of device time")
+    elif left and (guess := seconds_here(left)) < LONG_SECONDS:
+        lines.append(f"on this machine: about {duration(guess)} ({HERE:.0%} of its matmul rate)")
+    if growth := study.growth():
+        flops = sum(job.flops for job in growth)
+        lines.append(
+            f"the grids grow while their best point is at an edge: by {plural(len(growth), 'run')} and "
+            f"{hours(flops, tflops)} GPU hours at most"
+        )
+    return lines
+
+
+def seconds_here(flops: float) -> float:
+    """On all devices of this machine: a guess for who has measured nothing yet."""
+    import torch
+
+    if devices := torch.cuda.device_count():
+        rate = devices * peak_flops(torch.device("cuda"), torch.bfloat16)
+    else:
+        torch.set_num_threads(1)  # the cores are shared among runs, not within one
+        rate = available_cores() * peak_flops(torch.device("cpu"), torch.float32)
+    return flops / (HERE * rate)
+
+
+def gpu_hours(flops: float, tflops: float) -> float:
+    return flops / (tflops * 1e12) / 3600
+
+
+def hours(flops: float, tflops: float) -> str:
+    value = gpu_hours(flops, tflops)
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
