@@ -1,9 +1,10 @@
 """The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
 
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,37 +23,6 @@ from angpt.studies.commands import compare_command, report, study_plan, study_ru
 from angpt.training.commands import train_command
 from angpt.version import __version__
 
-app = SubcommandApp()
-data = SubcommandApp()
-data.command(name="prepare")(prepare)
-data.command(name="info")(info)
-bench = SubcommandApp()
-bench.command(name="train")(benches.train)
-bench.command(name="optimizer")(benches.optimizer)
-bench.command(name="data")(benches.data)
-bench.command(name="decode")(benches.decode)
-bench.command(name="moments")(benches.moments)
-app.command(name="report")(report)
-app.command(name="analyze")(analyze)
-app.command(bench, name="bench", help="How fast the parts are, each measured in turns and against its floor.")
-app.command(name="eval")(evaluate)
-app.command(name="fold")(fold_command)
-app.command(name="generate")(generate_command)
-for verb, command, text in (
-    ("export", export_hf, "A model for other tools: hf, a folder for Hugging Face transformers."),
-    ("import", import_hf, "A model back from other tools: hf, from such a folder."),
-):
-    group = SubcommandApp()
-    group.command(name="hf")(command)
-    app.command(group, name=verb, help=text)
-study = SubcommandApp()
-study.command(name="run")(study_run)
-study.command(name="status")(study_status)
-study.command(name="plan")(study_plan)
-app.command(
-    study, name="study", help="Grids of runs from a file: run them, see how far they are, what they would cost."
-)
-app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)
 
@@ -77,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"angpt {__version__}")
         return
     try:
-        app.command(name="train")(train_command(args if args[:1] == ["train"] else []))
-        app.command(name="compare")(compare_command(args if args[:1] == ["compare"] else []))
-        app.cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
+        make_app(args).cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
     except UserError as error:
         err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
@@ -101,7 +69,6 @@ def _plain(text: str) -> str:
     return escape(text)
 
 
-@app.command(name="models")
 def models(
     architectures: Annotated[tuple[str, ...], tyro.conf.Positional] = ("gpt+", "ngpt", "angpt"),
     context: int = 2048,
@@ -144,7 +111,6 @@ def models(
     out.print(table)
 
 
-@app.command(name="factors")
 def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | None = None) -> None:
     """The normalizing factors ν: formula, value, Monte-Carlo check, and whether they can change the function at all.
 
@@ -165,3 +131,38 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
     if figure is not None:
         draw_concentration(figure, seed)
         out.print(f"figure: {figure}")
+
+
+def make_app(args: Sequence[str]) -> SubcommandApp:
+    """All commands, in the order of a project. What a command says of itself is in full where it is asked for, and its
+    first paragraph in the list of all."""
+    asked, app = args[0] if args else None, SubcommandApp()
+
+    def single(name: str, command: Callable[..., None]) -> None:
+        first = inspect.cleandoc(command.__doc__ or "").split("\n\n")[0]
+        app.command(name=name, help=None if name == asked else first)(command)
+
+    def several(name: str, text: str, **commands: Callable[..., None]) -> None:
+        group = SubcommandApp()
+        for inner, command in commands.items():
+            group.command(name=inner)(command)
+        app.command(group, name=name, help=text)
+
+    several("data", "Text to tokens: prepare a folder to train from, look into one.", prepare=prepare, info=info)
+    single("train", train_command(args if asked == "train" else []))
+    single("compare", compare_command(args if asked == "compare" else []))
+    text = "Grids of runs from a file: run them, see how far they are, what they would cost."
+    several("study", text, run=study_run, status=study_status, plan=study_plan)
+    single("report", report)
+    single("analyze", analyze)
+    single("eval", evaluate)
+    single("generate", generate_command)
+    single("fold", fold_command)
+    several("export", "A model for other tools: hf, a folder for Hugging Face transformers.", hf=export_hf)
+    several("import", "A model back from other tools: hf, from such a folder.", hf=import_hf)
+    single("models", models)
+    single("factors", factors)
+    text = "How fast the parts are, each measured in turns and against its floor."
+    names = ("train", "optimizer", "data", "decode", "moments")
+    several("bench", text, **{name: getattr(benches, name) for name in names})
+    return app
