@@ -30,7 +30,8 @@ def train(
     """The training step: time, ratio to the first architecture, MFU, memory, and its parts.
 
     All architectures of a case are in one process and take turns (A B C A B C …), so that drift of the machine falls
-    on all alike. The work is that of `angpt train`, without reading data, logging and evaluation.
+    on all alike. The work is that of `angpt train` with all sequences in one pass, without reading data, logging and
+    evaluation.
 
     Args:
         cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.

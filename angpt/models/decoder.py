@@ -32,11 +32,11 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        """What the attention adds to the residual stream."""
+        """What the attention makes of the residual stream, before the update norms, scales and adds it."""
 
     @abstractmethod
     def mlp(self, h: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream."""
+        """What the MLP makes of the residual stream, before the update norms, scales and adds it."""
 
     @abstractmethod
     def forward(self, h: Tensor, ctx: Context) -> Tensor:

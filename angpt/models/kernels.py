@@ -112,7 +112,7 @@ def _norm_rotated(
     rows = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     cols = tl.arange(0, D)[None, :]
     partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
-    inside = (rows < n_tokens) & (cols < D)
+    inside = rows < n_tokens
     x = _tile(x_ptr + head * D, rows, cols, stride, inside)
     exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
     cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
@@ -134,7 +134,7 @@ def _norm_rotated_backward(
     dgain = tl.zeros((TOKENS, D), tl.float32)
     for tile in range(TILES):
         rows = (tl.program_id(1).to(tl.int64) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)[:, None]
-        inside = (rows < n_tokens) & (cols < D)
+        inside = rows < n_tokens
         x = _tile(x_ptr + head * D, rows, cols, stride, inside)
         dy = _tile(dy_ptr + head * dy_head, rows, cols, dy_stride, inside)
         dy_exchanged = _tile(dy_ptr + head * dy_head, rows, partner, dy_stride, inside)
@@ -154,9 +154,19 @@ def _norm_rotated_backward(
         tl.store(dgain_ptr + (tl.program_id(1) * heads + head) * D + cols, terms)
 
 
+def _rows_of_tokens(x: Tensor) -> bool:
+    """Whether the tokens of (B, T, H, D) lie at one distance from each other, and a head's entries side by side."""
+    return x.stride(3) == 1 and x.stride(0) == x.stride(1) * x.shape[1]
+
+
+def by_token(x: Tensor) -> Tensor:
+    """(B, T, H, D) with its heads side by side in each token, such as the third of a packed W_qkv h; else a copy."""
+    return x if _rows_of_tokens(x) and x.stride(2) == x.shape[3] else x.contiguous()
+
+
 @triton_op("angpt::norm_rotated", mutates_args={})
 def norm_rotated(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None) -> Tensor:
-    """primitives.norm_rotated on (B, T, H, D), of which the last two dimensions are contiguous, with a gain (H, D)."""
+    """primitives.norm_rotated on (B, T, H, D) as `by_token` gives it, with a gain (H, D)."""
     b, t, heads, d = x.shape
     y = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
     grid = (heads, triton.cdiv(b * t, TOKENS))
@@ -190,7 +200,7 @@ def _save_norm_rotated(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | 
 
 def _norm_rotated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, cos, sin, gain = ctx.saved_tensors
-    if dy.stride(3) != 1 or dy.stride(0) != dy.stride(1) * dy.shape[1]:
+    if not _rows_of_tokens(dy):
         dy = dy.contiguous()
     dx, terms = norm_rotated_backward(x, dy, cos, sin, gain)
     return dx, None, None, None if gain is None else terms.sum(0)
@@ -324,7 +334,7 @@ def _cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
     target = tl.load(targets_ptr + row)
-    counted = target >= 0
+    counted = target != -100
     largest = tl.max(tl.load(logits_ptr + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < width, float("-inf"))).to(
         tl.float32
     )
@@ -336,9 +346,11 @@ def _cross_entropy(
         total = total * tl.exp(largest - new) + tl.exp(x - new)
         largest = new
     lse = largest + tl.log(tl.sum(total))
-    at_target = tl.load(logits_ptr + target, counted, 0.0).to(tl.float32)
+    valid = (target >= 0) & (target < width)
+    at_target = tl.where(valid, tl.load(logits_ptr + target, valid, 0.0).to(tl.float32), float("nan"))
     tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
     if GRADIENT:
+        tl.debug_barrier()  # no warp overwrites the target's logit before all have read it
         weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
         for block in range(tl.cdiv(width, BLOCK)):  # backwards: what was read last is still in the cache
             cols = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
@@ -363,8 +375,9 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         n, width = logits.shape
         losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-        count = (targets >= 0).sum().float()
+        count = (targets != -100).sum().float()
         gradient = ctx.needs_input_grad[0]
+        torch.autograd.graph.increment_version(logits)
         _cross_entropy[(n,)](
             logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=8
         )  # fmt: skip
@@ -374,6 +387,8 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("the gradient of this loss has been taken already, and it has overwritten the logits")
         n, width = gradient.shape
         _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LOGITS)
         return gradient, None

@@ -67,7 +67,9 @@ def update(
     if use_kernels(h):
         from angpt.models import kernels
 
-        return kernels.update(h, x.to(h.dtype), alpha, nu.of_alpha, nu.times, scale, normed)
+        return kernels.update(
+            h.contiguous(), x.to(h.dtype).contiguous(), alpha.contiguous(), nu.of_alpha, nu.times, scale, normed
+        )
     y = lerp(h, norm(x if scale == 1.0 else x * scale), alpha, nu(alpha))
     return norm(y) if normed else y
 
@@ -77,7 +79,7 @@ def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
     if use_kernels(uz):
         from angpt.models import kernels
 
-        return kernels.swiglu(uz, scale)
+        return kernels.swiglu(uz.contiguous(), scale)
     u, z = (uz if scale == 1.0 else uz * scale).chunk(2, dim=-1)
     return u * F.silu(z)
 
@@ -87,7 +89,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if use_kernels(logits):
         from angpt.models import kernels
 
-        return kernels.cross_entropy_(logits, targets)
+        return kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
     return F.cross_entropy(wide(logits), targets)
 
 
@@ -133,22 +135,20 @@ def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """W x · scale, without bias, the scale a number or a vector with an entry per output.
+    """W x without bias, times a learned vector with an entry per output where one is given.
 
-    A vector, which is learned, multiplies the rows of W: the same map, and neither it nor its gradient costs a pass
-    over all tokens. A number multiplies the output, where compilation fuses it with what comes next.
+    The vector multiplies the rows of W: the same map, and neither it nor its gradient costs a pass over all tokens.
     """
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
 
-    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-        if isinstance(scale, Tensor):
-            if torch.compiler.is_compiling():  # keep the product for the backward pass no more than W itself is kept
-                return F.linear(x, checkpoint(scale_rows, self.weight, scale, use_reentrant=False))
-            return F.linear(x, scale_rows(self.weight, scale))
-        y = F.linear(x, self.weight)
-        return y if scale == 1.0 else y * scale
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is None:
+            return F.linear(x, self.weight)
+        if torch.compiler.is_compiling():  # the product is made again for the backward pass rather than kept for it
+            return F.linear(x, checkpoint(scale_rows, self.weight, scale, use_reentrant=False))
+        return F.linear(x, scale_rows(self.weight, scale))
 
     def reset_parameters(self) -> None:
         """Left to the model, which initialises all its matrices in one place."""
@@ -193,12 +193,12 @@ class Context(NamedTuple):
 
 def norm_rotated(x: Tensor, ctx: Context, gain: Tensor | None = None) -> Tensor:
     """norm(rotate(x)) of each head (B, H, T, d_h), times a gain per head and dimension, or one for all."""
-    if use_kernels(x) and x.shape[-1] in (16, 32, 64, 128, 256):
+    if use_kernels(x) and x.shape[-1] in (16, 32, 64, 128, 256) and ctx.cos.shape[-1] > 0:
         from angpt.models import kernels
 
         heads = x.shape[1], x.shape[3]
         full = None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(heads).contiguous()
-        return kernels.norm_rotated(x.transpose(1, 2), ctx.cos, ctx.sin, full).transpose(1, 2)
+        return kernels.norm_rotated(kernels.by_token(x.transpose(1, 2)), ctx.cos, ctx.sin, full).transpose(1, 2)
     y = norm(ctx.rotate(x))
     return y if gain is None else y * gain
 

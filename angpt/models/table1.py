@@ -45,7 +45,7 @@ HEADER = """# Table 1, row by row
 Generated from the three model files by `python -m angpt.models.table1`. Each cell: the formula of the paper, and the
 line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm.
 
-`W(x, scale)` is W x · scale (`primitives.Linear`). The norm of h_a and h_m, a row of its own in the paper, is taken in
+`W(x, s)` is s · (W x) (`primitives.Linear`). The norm of h_a and h_m, a row of its own in the paper, is taken in
 the residual update: `primitives.update(h, x, α, ν, scale)` is (h + α (norm(x · scale) − h)) · ν; in nGPT, whose α is
 an absolute value, the norm of that. Factors that pass linearly to that norm (ν_qkv with v, ν_p, ν_acf, ν_d) are its
 scale; in q and k, which are normed, ν_qkv has no effect.

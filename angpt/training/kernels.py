@@ -16,7 +16,7 @@ from torch import Tensor
 from angpt.models.constraints import TINY, Constraint
 
 TILE = 4096
-"""Elements that one program holds in registers."""
+"""Elements that one program holds in registers, where a row has not more."""
 STRETCH = 8 * TILE
 """Elements that one program sums."""
 COLUMNS = 16
@@ -77,7 +77,7 @@ def _columns(
     squares = tl.zeros((1, COLS), tl.float32)
     clip = tl.load(clip_ptr)
     for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)[:, None]
+        rows = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p, m, v, g = (
             tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
@@ -89,8 +89,9 @@ def _columns(
         tl.store(m_ptr + at, m, inside)
         tl.store(v_ptr + at, v, inside)
     scale = _scale(squares, UNIT, TINY)
+    tl.debug_barrier()  # warps read below what others have written above
     for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)[:, None]
+        rows = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p = tl.load(p_ptr + at, inside, 0.0) * scale
         tl.store(p_ptr + at, p, inside)
@@ -115,8 +116,8 @@ def _squares(table_ptr, sums_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TILE
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements of tensors of one dtype, in fp32 and in one launch."""
     device, dtype = tensors[0].device, tensors[0].dtype
-    if any(x.dtype != dtype for x in tensors):
-        raise ValueError("tensors of one dtype only")
+    if dtype not in (torch.bfloat16, torch.float32) or any(x.dtype != dtype or x.data_ptr() % 16 for x in tensors):
+        raise ValueError("all tensors must be bf16, or all fp32, and begin at a multiple of 16 bytes")
     which, first, sizes = _stretches(tuple(x.numel() for x in tensors))
     addresses = np.array([x.data_ptr() for x in tensors])[which] + first * tensors[0].element_size()
     # Pinned and not waited for: a step must not stop the device.

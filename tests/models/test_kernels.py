@@ -36,11 +36,12 @@ def compare(function, *inputs, vectors=()):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_swiglu(scale):
-    compare(lambda uz: swiglu(uz, scale), draw(3, 70, 600))
+@pytest.mark.parametrize("width", [300, 1500, 4096])
+def test_swiglu(scale, width):
+    compare(lambda uz: swiglu(uz, scale), draw(3, 70, 2 * width))
 
 
-@pytest.mark.parametrize(("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128)])
+@pytest.mark.parametrize(("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128), (4, 64, 0)])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gain", [None, "one", "each"])
 def test_norm_rotated(heads, d, rotated, documents, gain):
@@ -68,11 +69,33 @@ def test_update(d, normed):
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_cross_entropy(weight):
-    logits, targets = draw(40, 50304), torch.randint(50304, (40,), device="cuda")
+@pytest.mark.parametrize("vocabulary", [100, 50257, 50304])
+def test_cross_entropy(weight, vocabulary):
+    logits, targets = draw(40, vocabulary), torch.randint(vocabulary, (40,), device="cuda")
     targets[5:9] = -100
-    compare(lambda x: weight * cross_entropy(x * 1, targets), logits)
+    exact = logits.detach().double().requires_grad_()
+    loss = weight * cross_entropy(logits * 1, targets)
+    expected = weight * torch.nn.functional.cross_entropy(exact, targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    (found,), (gradient,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, exact)
+    rows = torch.arange(40, device="cuda")[targets >= 0]
+    chosen = rows, targets[targets >= 0]
+    assert (found[chosen].double() - gradient[chosen]).norm() <= ROUNDING * gradient[chosen].norm()
+    found, gradient = found.double(), gradient.clone()
+    found[chosen] = gradient[chosen] = 0  # else they would hide all others
+    assert (found - gradient).norm() <= ROUNDING * gradient.norm()
     with torch.no_grad():
-        loss = cross_entropy(logits.clone(), targets)
-    exact = torch.nn.functional.cross_entropy(logits.double(), targets)
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+        assert cross_entropy(logits.clone(), targets).item() * weight == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_target_that_does_not_exist_shows():
+    logits = draw(3, 64).detach()
+    assert cross_entropy(logits, torch.tensor([1, 64, 2], device="cuda")).isnan()
+
+
+def test_views_are_taken_as_they_are():
+    h, x = draw(64, 5, 3).permute(1, 2, 0), draw(64, 5, 3).permute(1, 2, 0)
+    alpha = torch.rand(64, device="cuda")
+    torch.testing.assert_close(update(h, x, alpha), update(h.contiguous(), x.contiguous(), alpha), rtol=0, atol=0)
+    uz = draw(64, 5, 3).permute(1, 2, 0)
+    torch.testing.assert_close(swiglu(uz), swiglu(uz.contiguous()), rtol=0, atol=0)

@@ -72,7 +72,7 @@ def test_a_padded_batch_has_the_same_loss():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler about itself
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "gpt+/ln-scaling"])
 def test_compiled_is_eager(architecture):
     losses = []
