@@ -9,7 +9,7 @@ import pytest
 
 from angpt.analysis.commands import ALL
 from angpt.cli import main
-from angpt.studies.compare import Study
+from angpt.studies.compare import Comparison
 from angpt.training.reporter import Quiet
 from angpt.training.trainer import start
 from tests.studies.conftest import tiny
@@ -77,7 +77,7 @@ def test_parts_alone(capsys, runs, tmp_path):
 
 
 def test_of_a_comparison_one_run_per_architecture_is_taken(capsys, tokens, tmp_path):
-    study = Study.create(tmp_path / "study", tiny(tokens, architectures=("gpt+", "angpt")), "angpt compare")
+    study = Comparison.create(tmp_path / "study", tiny(tokens, architectures=("gpt+", "angpt")), "angpt compare")
     code, _, text = run(capsys, study.folder)
     assert code == 2
     assert "no run has started yet" in text
