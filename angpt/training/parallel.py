@@ -1,0 +1,309 @@
+"""Many processes that train one model: who they are, how they share the work, and what they tell each other.
+
+The launcher (torchrun, or a SLURM job) gives each process its rank in environment variables. Without them there is one
+process, `ALONE`, which communicates with nobody.
+
+ddp: every rank has the whole model; gradients are summed while the backward pass goes on. fsdp: the rows of each matrix
+are shared out over the ranks, with their gradients and moments, and gathered block by block to compute (`fully_shard`).
+Vectors are few; every rank has them all, in fp32.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from angpt.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store, Work
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from angpt.models.decoder import Decoder
+
+T = TypeVar("T")
+
+Strategy = Literal["ddp", "fsdp"]
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that are summed over ranks in one message: enough to use the links well, few enough to start early."""
+EXIT_HUNG = 5
+MARGIN_SECONDS = 60.0
+"""By how much a collective outlives the watchdog, which can say more than the collective could."""
+
+
+def launched_ranks() -> int:
+    """How many processes the launcher has started for this run; 1 without a launcher."""
+    if "RANK" not in os.environ:
+        return 1
+    try:
+        return int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise UserError("RANK is set, but WORLD_SIZE is no number; start with torchrun, or unset RANK") from error
+
+
+def restarted() -> bool:
+    """Whether this is a further attempt: torchrun started all ranks again, or SLURM put the job back into its queue."""
+    return any(os.environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a tensor that this rank holds; a tensor that is not shared out is all here."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class Alone:
+    """One process without a launcher."""
+
+    rank, size = 0, 1
+    strategy: Strategy | None = None
+    main = True
+    """Whether this rank writes the files of the run."""
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return flag
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks."""
+        return make()
+
+    def beat(self, step: int) -> None:
+        """Called now and then by the loop: this rank has come so far."""
+
+
+ALONE = Alone()
+
+
+class Ranks(Alone):
+    """All processes of a launch, as one of them sees them."""
+
+    def __init__(self, device: torch.device, strategy: Strategy, shard_ranks: int | None, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size, self.strategy = int(os.environ["RANK"]), launched_ranks(), strategy
+        self.main = self.rank == 0
+        self.device = device
+        if shard_ranks is not None and self.size % shard_ranks:
+            raise UserError(f"shard_ranks = {shard_ranks} does not divide the {self.size} ranks")
+        self.shard_ranks = min(shard_ranks or self.size, self.size)
+        if device.type == "cuda":
+            here = int(os.environ.get("LOCAL_RANK", "0"))
+            if here >= torch.cuda.device_count():
+                raise UserError(
+                    f"rank {self.rank} is number {here} on its machine, which has {torch.cuda.device_count()} GPUs; "
+                    "start as many processes per machine as it has GPUs"
+                )
+            torch.cuda.set_device(here)
+        wait = timedelta(seconds=timeout + MARGIN_SECONDS)
+        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("ranks", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=wait,
+            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
+        )
+        self.files: ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
+        """For the thread that writes checkpoints, whose messages must not mix with those of the loop."""
+        self.watchdog = Watchdog(dist.PrefixStore("beats", store), self.rank, self.size, timeout)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        self.watchdog.stop()
+        dist.destroy_process_group()
+
+    def sum(self, value: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.sum(torch.tensor(int(flag))).item())
+
+    def share(self, make: Callable[[], T]) -> T:
+        import torch.distributed as dist
+
+        box: list[Any] = [make() if self.main else None]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]  # type: ignore[no-any-return]
+
+    def beat(self, step: int) -> None:
+        self.watchdog.beat(step)
+
+    def shard(self, model: "Decoder", dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        """Share out the rows of every matrix of a model, which may still be on the CPU."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        if self.shard_ranks == self.size:
+            self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        else:  # the innermost ranks, those of one machine, share a copy; copies are kept equal between machines
+            shape = (self.size // self.shard_ranks, self.shard_ranks)
+            self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        low = dtype != torch.float32
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if low else None, reduce_dtype=reduce_dtype if low else None, cast_forward_inputs=False
+        )
+        vectors = {p for p in model.parameters() if p.ndim != 2}
+        for part in (*model.blocks, model):  # one block at a time, so that the whole never has to fit on the device
+            part.to(self.device)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=vectors)
+        register_fsdp_forward_method(model, "input_lengths")
+
+    def sum_shards(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that share one copy of the parameters."""
+        import torch.distributed as dist
+
+        total = value.clone()
+        dist.all_reduce(total, group=self.mesh.get_group("shard"))
+        return total
+
+
+@contextmanager
+def connect(
+    device: torch.device, strategy: Literal["auto", "ddp", "fsdp"], shard_ranks: int | None, timeout: float
+) -> Iterator[Alone]:
+    """The ranks of this launch, connected; `ALONE` without a launcher."""
+    if "RANK" not in os.environ:
+        yield ALONE
+        return
+    ranks = Ranks(device, "fsdp" if strategy == "fsdp" else "ddp", shard_ranks, timeout)
+    try:
+        yield ranks
+    except RuntimeError as error:
+        if not _is_of_the_network(error):
+            raise
+        raise UserError(
+            f"rank {ranks.rank} of {ranks.size}: lost another rank ({str(error).splitlines()[0]}). "
+            "The last good checkpoint is whole; see the log of the rank that ended first, and go on with --resume"
+        ) from error
+    finally:
+        ranks.close()
+
+
+def _is_of_the_network(error: RuntimeError) -> bool:
+    words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket", "TCPStore")
+    return any(word in str(error) for word in words)
+
+
+class Reducer:
+    """Averages gradients over all ranks while the backward pass goes on: in buckets, each on its way as soon as it is
+    full. `copies` are parameters in low precision whose gradients of several passes are gathered in fp32."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], masters: Mapping[Tensor, Tensor], size: int, wide: bool):
+        self.masters, self.size, self.wide = masters, size, wide
+        self.waiting: dict[torch.dtype, list[Tensor]] = {}
+        self.sent: list[tuple[Work, Tensor, list[Tensor]]] = []
+        self.active = self.gathering = False
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self._ready)
+
+    def begin(self, last: bool, passes: int) -> None:
+        """Before the backward pass: whether it is the last of a step, whose end is the whole gradient."""
+        self.active, self.gathering = last, passes > 1
+
+    def _ready(self, parameter: Tensor) -> None:
+        if not self.active:
+            return
+        holder, gradient = parameter, parameter.grad
+        assert gradient is not None
+        if parameter in self.masters and (self.gathering or self.wide):
+            holder = self.masters[parameter]
+            holder.grad = gradient.float() if holder.grad is None else holder.grad.add_(gradient)
+            parameter.grad, gradient = None, holder.grad
+        bucket = self.waiting.setdefault(gradient.dtype, [])
+        bucket.append(holder)
+        if sum(p.numel() for p in bucket) * gradient.element_size() >= BUCKET_BYTES:
+            self._send(gradient.dtype)
+
+    def _send(self, dtype: torch.dtype) -> None:
+        import torch.distributed as dist
+
+        bucket = self.waiting.pop(dtype)
+        flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        self.sent.append((work, flat, bucket))
+
+    def finish(self) -> None:
+        """After the last pass: wait for all of them."""
+        for dtype in list(self.waiting):
+            self._send(dtype)
+        for work, flat, bucket in self.sent:
+            work.wait()
+            flat.div_(self.size)
+            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+                p.grad = part.view_as(p)
+        self.sent.clear()
+
+
+class Watchdog:
+    """Ends this process when the loop has not moved for `timeout` seconds, and says which rank holds it up.
+
+    Each rank notes in a store how far its loop has come, and that it is alive. A rank that stands still, while others
+    wait for it, is the one that has come least far, or has not been heard of.
+    """
+
+    def __init__(self, store: "Store", rank: int, size: int, timeout: float) -> None:
+        self.store, self.rank, self.size, self.timeout = store.clone(), rank, size, timeout
+        self.step, self.moved = -1, time.monotonic()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def beat(self, step: int) -> None:
+        self.step, self.moved = step, time.monotonic()
+
+    def stop(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        interval = min(10.0, self.timeout / 10)
+        while not self.over.wait(interval):
+            try:
+                self.store.set(str(self.rank), f"{self.step} {time.time()}")
+                if time.monotonic() - self.moved > self.timeout:
+                    self._end(self._verdict(4 * interval))
+            except RuntimeError:  # the store is gone, and with it rank 0 or its launcher, which ends this process too
+                return
+
+    def _verdict(self, silence: float) -> str:
+        """Which rank the others wait for."""
+        noted = {}
+        for rank in range(self.size):
+            step, at = self.store.get(str(rank)).decode().split() if self.store.check([str(rank)]) else ("-1", "0")
+            noted[rank] = int(step), float(at)
+        silent = [rank for rank, (_, at) in noted.items() if time.time() - at > silence]
+        last = max(step for step, _ in noted.values())
+        behind = [rank for rank, (step, _) in noted.items() if step < last]
+        if silent:
+            return f"rank {_list(silent)} stands still: not heard of for over {silence:.0f} s"
+        if behind:
+            return f"rank {_list(behind)} stands still: it has not come to step {last + 1:,}, where the others wait"
+        return f"all ranks stand still in step {last + 1:,}; their logs show where"
+
+    def _end(self, verdict: str) -> None:
+        faulthandler.dump_traceback(file=sys.stderr)
+        print(f"error: no progress for {self.timeout:.0f} s: {verdict}. Go on with --resume", file=sys.stderr, flush=True)
+        os._exit(EXIT_HUNG)
+
+
+def _list(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
