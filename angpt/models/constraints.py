@@ -58,7 +58,7 @@ def project_columns_(
     if not weights:
         return
     squares = sum_shards(torch.cat([w.square().sum(dim=0) for w in weights]))
-    lengths = squares.sqrt().split([w.shape[1] for w in weights])
+    lengths = torch.split(squares.sqrt(), [w.shape[1] for w in weights])
     for weight, length, constraint in zip(weights, lengths, constraints, strict=True):
         weight.mul_(scale(length, constraint))
 

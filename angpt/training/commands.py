@@ -72,7 +72,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         if resume is not None:
             if out is not None:
                 raise UserError("--resume goes on in its own folder; leave out --out")
-            run_resumed(resume, settings, base)
+            run_resumed(resume, settings)
         else:
             if settings.model.architecture != base.model.architecture:
                 settings = without_rates(settings, base)
@@ -96,28 +96,21 @@ def run_new(config: TrainConfig, folder: Path) -> None:
     _show(lambda reporter: start(config, folder, reporter), folder)
 
 
-def run_resumed(folder: Path, wanted: TrainConfig, stored: TrainConfig) -> None:
-    """Only as it was begun: another budget, say, means another schedule, and so another run."""
+def run_resumed(folder: Path, settings: TrainConfig) -> None:
     from angpt.training.trainer import resume
 
-    if wanted != stored:
-        changed = ", ".join(_differences(dataclasses.asdict(wanted), dataclasses.asdict(stored)))
-        why = "another budget has another schedule from the first step on" if wanted.tokens != stored.tokens else ""
-        raise UserError(
-            f"{folder}: a run is resumed as it was begun, but {changed} is changed"
-            + (f" ({why})" if why else "")
-            + f"; start a new run with --config {folder / 'config.toml'} and the change"
-        )
-    _show(lambda reporter: resume(folder, reporter), folder)
+    _show(lambda reporter: resume(folder, reporter, settings), folder)
 
 
 def _show(call: Callable[[Any], Any], folder: Path) -> None:
     from rich.console import Console
 
+    from angpt.training.parallel import launched_rank
     from angpt.training.reporter import reporter_for
 
     console = Console()
     s = call(reporter_for(console))
+    console.quiet = launched_rank() > 0  # rank 0 has said it
     loss = "none" if s.val_loss is None else f"{s.val_loss:.4f}"
     speed = "" if not s.tokens_per_s else f" at {s.tokens_per_s:,.0f} tokens/s"
     line = {
@@ -129,14 +122,3 @@ def _show(call: Callable[[Any], Any], folder: Path) -> None:
     console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)
     if s.status != "finished":
         sys.exit(EXIT_INTERRUPTED if s.status == "interrupted" else EXIT_DIVERGED)
-
-
-def _differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the values that differ."""
-    found = []
-    for key, value in one.items():
-        if isinstance(value, dict):
-            found += _differences(value, two[key], f"{prefix}{key}.")
-        elif value != two[key]:
-            found.append(prefix + key)
-    return found

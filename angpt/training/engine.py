@@ -124,7 +124,7 @@ def recompute_blocks(model: Decoder) -> None:
     """Keep only what enters a block, and compute the rest again in the backward pass."""
     for block in model.blocks:
         forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward
 
 
 def compile_parts(model: Decoder) -> None:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -24,10 +25,11 @@ from torch import Tensor, nn
 from angpt.errors import UserError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store, Work
+    from torch.distributed import ProcessGroup, Work
     from torch.distributed.device_mesh import DeviceMesh
 
     from angpt.models.decoder import Decoder
+    from angpt.training.sharded import Writer
 
 T = TypeVar("T")
 
@@ -49,9 +51,16 @@ def launched_ranks() -> int:
         raise UserError("RANK is set, but WORLD_SIZE is no number; start with torchrun, or unset RANK") from error
 
 
+def launched_rank() -> int:
+    """Which of them this is; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def restarted() -> bool:
     """Whether this is a further attempt: torchrun started all ranks again, or SLURM put the job back into its queue."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(
+        os.environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -79,6 +88,10 @@ class Alone:
         """What `make` returns on rank 0, on all ranks."""
         return make()
 
+    def environment(self) -> dict[str, str]:
+        """What a summary says of the ranks."""
+        return {}
+
     def beat(self, step: int) -> None:
         """Called now and then by the loop: this rank has come so far."""
 
@@ -91,8 +104,10 @@ class Ranks(Alone):
 
     def __init__(self, device: torch.device, strategy: Strategy, shard_ranks: int | None, timeout: float) -> None:
         import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
 
-        self.rank, self.size, self.strategy = int(os.environ["RANK"]), launched_ranks(), strategy
+        self.rank, self.size, self.strategy = launched_rank(), launched_ranks(), strategy
         self.main = self.rank == 0
         self.device = device
         if shard_ranks is not None and self.size % shard_ranks:
@@ -107,10 +122,10 @@ class Ranks(Alone):
                 )
             torch.cuda.set_device(here)
         wait = timedelta(seconds=timeout + MARGIN_SECONDS)
-        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        store, _, _ = next(rendezvous("env://", timeout=wait))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("ranks", store),
+            store=PrefixStore("ranks", store),
             rank=self.rank,
             world_size=self.size,
             timeout=wait,
@@ -118,7 +133,7 @@ class Ranks(Alone):
         )
         self.files: ProcessGroup = dist.new_group(backend="gloo", timeout=wait)
         """For the thread that writes checkpoints, whose messages must not mix with those of the loop."""
-        self.watchdog = Watchdog(dist.PrefixStore("beats", store), self.rank, self.size, timeout)
+        self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -141,10 +156,19 @@ class Ranks(Alone):
 
         box: list[Any] = [make() if self.main else None]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
-        return box[0]  # type: ignore[no-any-return]
+        return box[0]
+
+    def environment(self) -> dict[str, str]:
+        return {"ranks": str(self.size), "parallel": str(self.strategy)}
 
     def beat(self, step: int) -> None:
         self.watchdog.beat(step)
+
+    def writer(self, checkpoints: Path, keep: int) -> "Writer":
+        """Of checkpoints that all ranks write together."""
+        from angpt.training.sharded import Writer
+
+        return Writer(self, checkpoints, keep)
 
     def shard(self, model: "Decoder", dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         """Share out the rows of every matrix of a model, which may still be on the CPU."""
@@ -197,6 +221,25 @@ def connect(
         ranks.close()
 
 
+@contextmanager
+def log_apart(path: Path) -> Iterator[None]:
+    """What this process says goes to a file, to the end of what is there; afterwards to where it went before."""
+    path.parent.mkdir(exist_ok=True)
+    before = [os.dup(number) for number in (1, 2)]
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        for number in (1, 2):
+            os.dup2(log, number)
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for number, handle in enumerate(before, start=1):
+            os.dup2(handle, number)
+            os.close(handle)
+        os.close(log)
+
+
 def _is_of_the_network(error: RuntimeError) -> bool:
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket", "TCPStore")
     return any(word in str(error) for word in words)
@@ -212,7 +255,7 @@ class Reducer:
         self.sent: list[tuple[Work, Tensor, list[Tensor]]] = []
         self.active = self.gathering = False
         for p in parameters:
-            p.register_post_accumulate_grad_hook(self._ready)
+            p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def begin(self, last: bool, passes: int) -> None:
         """Before the backward pass: whether it is the last of a step, whose end is the whole gradient."""
@@ -248,7 +291,7 @@ class Reducer:
         for work, flat, bucket in self.sent:
             work.wait()
             flat.div_(self.size)
-            for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            for p, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
                 p.grad = part.view_as(p)
         self.sent.clear()
 
@@ -260,8 +303,9 @@ class Watchdog:
     wait for it, is the one that has come least far, or has not been heard of.
     """
 
-    def __init__(self, store: "Store", rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store.clone(), rank, size, timeout
+        self.terminal = os.dup(2)  # before the rank's words go to a log of its own
         self.step, self.moved = -1, time.monotonic()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -273,6 +317,7 @@ class Watchdog:
     def stop(self) -> None:
         self.over.set()
         self.thread.join()
+        os.close(self.terminal)
 
     def _watch(self) -> None:
         interval = min(10.0, self.timeout / 10)
@@ -300,8 +345,10 @@ class Watchdog:
         return f"all ranks stand still in step {last + 1:,}; their logs show where"
 
     def _end(self, verdict: str) -> None:
-        faulthandler.dump_traceback(file=sys.stderr)
-        print(f"error: no progress for {self.timeout:.0f} s: {verdict}. Go on with --resume", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=2)
+        os.write(
+            self.terminal, f"error: no progress for {self.timeout:.0f} s: {verdict}; go on with --resume\n".encode()
+        )
         os._exit(EXIT_HUNG)
 
 
