@@ -10,6 +10,7 @@ Vectors are few; every rank has them all, in fp32.
 
 import faulthandler
 import os
+import re
 import sys
 import threading
 import time
@@ -214,7 +215,7 @@ def connect(
         if not _is_of_the_network(error):
             raise
         raise UserError(
-            f"rank {ranks.rank} of {ranks.size}: lost another rank ({str(error).splitlines()[0]}). "
+            f"rank {ranks.rank} of {ranks.size}: lost another rank ({_words_of(error)}). "
             "The last good checkpoint is whole; see the log of the rank that ended first, and go on with --resume"
         ) from error
     finally:
@@ -238,6 +239,11 @@ def log_apart(path: Path) -> Iterator[None]:
             os.dup2(handle, number)
             os.close(handle)
         os.close(log)
+
+
+def _words_of(error: RuntimeError) -> str:
+    """The message without the place in the source, and without advice on other programs."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error).splitlines()[0]).partition(". This is typically")[0]
 
 
 def _is_of_the_network(error: RuntimeError) -> bool:
@@ -306,13 +312,13 @@ class Watchdog:
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store.clone(), rank, size, timeout
         self.terminal = os.dup(2)  # before the rank's words go to a log of its own
-        self.step, self.moved = -1, time.monotonic()
+        self.beats, self.step, self.moved = 0, 0, time.monotonic()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
     def beat(self, step: int) -> None:
-        self.step, self.moved = step, time.monotonic()
+        self.beats, self.step, self.moved = self.beats + 1, step, time.monotonic()
 
     def stop(self) -> None:
         self.over.set()
@@ -323,7 +329,7 @@ class Watchdog:
         interval = min(10.0, self.timeout / 10)
         while not self.over.wait(interval):
             try:
-                self.store.set(str(self.rank), f"{self.step} {time.time()}")
+                self.store.set(str(self.rank), f"{self.beats} {time.time()}")
                 if time.monotonic() - self.moved > self.timeout:
                     self._end(self._verdict(4 * interval))
             except RuntimeError:  # the store is gone, and with it rank 0 or its launcher, which ends this process too
@@ -333,22 +339,21 @@ class Watchdog:
         """Which rank the others wait for."""
         noted = {}
         for rank in range(self.size):
-            step, at = self.store.get(str(rank)).decode().split() if self.store.check([str(rank)]) else ("-1", "0")
-            noted[rank] = int(step), float(at)
+            beats, at = self.store.get(str(rank)).decode().split() if self.store.check([str(rank)]) else ("-1", "0")
+            noted[rank] = int(beats), float(at)
         silent = [rank for rank, (_, at) in noted.items() if time.time() - at > silence]
-        last = max(step for step, _ in noted.values())
-        behind = [rank for rank, (step, _) in noted.items() if step < last]
+        most = max(beats for beats, _ in noted.values())
+        behind = [rank for rank, (beats, _) in noted.items() if beats < most]
         if silent:
             return f"rank {_list(silent)} stands still: not heard of for over {silence:.0f} s"
         if behind:
-            return f"rank {_list(behind)} stands still: it has not come to step {last + 1:,}, where the others wait"
-        return f"all ranks stand still in step {last + 1:,}; their logs show where"
+            return f"rank {_list(behind)} stands still: it has not come to where the others wait"
+        return "all ranks have come to the same point; the logs of the run show where they stand"
 
     def _end(self, verdict: str) -> None:
         faulthandler.dump_traceback(file=2)
-        os.write(
-            self.terminal, f"error: no progress for {self.timeout:.0f} s: {verdict}; go on with --resume\n".encode()
-        )
+        told = f"error: no progress for {self.timeout:.0f} s in step {self.step + 1:,}: {verdict}; go on with --resume"
+        os.write(self.terminal, f"{told}\n".encode())
         os._exit(EXIT_HUNG)
 
 
