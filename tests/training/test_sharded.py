@@ -1,19 +1,12 @@
 """Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
 
-import json
-import os
-import re
-import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from angpt.config import to_toml
-from angpt.errors import UserError
 from angpt.inference.generate import load_model
 from angpt.training import checkpoint
 from angpt.training.reporter import Quiet
