@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from angpt.inference.generate import load_model
+from angpt.inference.source import open_source
 from angpt.training import checkpoint
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
@@ -60,7 +60,7 @@ def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
             assert ours["input_norm"] == pytest.approx(theirs["input_norm"], rel=1e-4)
     assert two.summary().environment["ranks"] == "2"
     assert [p.name for p in two.logs.iterdir()] == ["rank-00001.log"]
-    assert load_model(two.path).W_h.weight.shape == (61, 32)
+    assert open_source(two.path).decoder().W_h.weight.shape == (61, 32)
     path = checkpoint.newest(two.checkpoints)
     assert sorted(checkpoint.read_state(path).sha256) == sorted(p.name for p in path.glob("*.safetensors"))
     assert not list(path.glob(".metadata"))
