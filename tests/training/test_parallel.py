@@ -66,7 +66,7 @@ def full(p):
 
 
 def on_ranks(cases):
-    with connect(torch.device("cpu"), cases[0].strategy, cases[0].shard_ranks, timeout=60) as ranks:
+    with connect(torch.device("cpu"), cases[0].strategy, cases[0].shard_ranks, timeout=900) as ranks:
         return [losses_and_norms(case, ranks) for case in cases]
 
 
