@@ -39,7 +39,7 @@ def config(data, tmp_path):
     return file
 
 
-def ends(process, seconds=200):
+def ends(process, seconds=400):
     said, _ = process.communicate(timeout=seconds)
     return process.returncode, said
 
