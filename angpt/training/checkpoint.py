@@ -46,6 +46,11 @@ class State:
     sha256: dict[str, str]
     """Checksums of the tensor files."""
 
+    @property
+    def fingerprint(self) -> str:
+        """Tells checkpoints apart by their parameters."""
+        return self.sha256.get(MODEL) or hashlib.sha256(json.dumps(self.sha256, sort_keys=True).encode()).hexdigest()
+
 
 def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: State, keep: int) -> Path:
     """Write a checkpoint below `folder` and remove all but the newest `keep`."""

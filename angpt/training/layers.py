@@ -7,6 +7,7 @@ from torch import Tensor
 
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale, Linear, RMSNorm
+from angpt.training.parallel import whole
 
 
 @torch.no_grad()
@@ -37,6 +38,5 @@ def _scalar(part: torch.nn.Module) -> Tensor | None:
         case RMSNorm():
             return (part.gamma * part.factor).norm()
         case Linear() | torch.nn.Embedding():
-            lengths = part.weight.norm(dim=1)
-            return (lengths.full_tensor() if hasattr(lengths, "full_tensor") else lengths).mean()
+            return whole(part.weight.norm(dim=1)).mean()
     return None

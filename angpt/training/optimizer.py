@@ -12,7 +12,7 @@ from torch import Tensor
 from angpt.config import OptimizerConfig
 from angpt.models.constraints import Constraint, project_, project_columns_
 from angpt.models.decoder import Decoder
-from angpt.training.parallel import local
+from angpt.training.parallel import like, local
 
 ALIGNMENT = 16
 """Bytes; what the kernels count on."""
@@ -87,8 +87,14 @@ class Adam:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The moments of each parameter, or of the rows of it that this rank holds."""
-        return {part.parameter: {"exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq} for part in self.parts}
+        """The moments of each parameter, shared out over ranks as it is."""
+        return {
+            part.parameter: {
+                "exp_avg": like(part.parameter, part.exp_avg),
+                "exp_avg_sq": like(part.parameter, part.exp_avg_sq),
+            }
+            for part in self.parts
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:

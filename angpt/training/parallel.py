@@ -69,6 +69,22 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with the rows of all ranks, each of which must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def like(parameter: Tensor, rows: Tensor) -> Tensor:
+    """Rows that this rank holds of something with the shape of a parameter, as part of the whole."""
+    if not hasattr(parameter, "to_local"):
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 class Alone:
     """One process without a launcher."""
 

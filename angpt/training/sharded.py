@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.tensor import DTensor
 
 from angpt.errors import UserError
 from angpt.training import checkpoint
@@ -76,20 +75,6 @@ class Writer:
         if self.ranks.main:
             return checkpoint.failure(self.folder, step, error)
         return UserError(f"{self.folder}: the checkpoint of step {step:,} could not be written ({error})")
-
-
-def like(parameter: Tensor, rows: Tensor) -> Tensor:
-    """Rows that this rank holds of something with the shape of a parameter, as part of the whole."""
-    if not isinstance(parameter, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 @torch.no_grad()

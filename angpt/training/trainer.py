@@ -55,10 +55,11 @@ class Diverged(Exception):
         self.step = step
 
 
-def start(config: TrainConfig, out: Path, reporter: Reporter) -> Summary:
-    """Train a new run into the folder `out`."""
+def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
+    """Train a new run into the folder `out`; `again`: or go on with the run that is there. A launcher that starts its
+    processes again, after one was lost, means that too."""
     with launched(config) as (plan, world):
-        if restarted() and world.share(out.exists):  # by the launcher, after a rank was lost
+        if (again or restarted()) and world.share(out.exists):
             check_same(Run.open(out).config(), plan.config, out)
             return go_on(plan, Run.open(out), reporter, world)
         run = world.share(lambda: Run.create(out, plan.config))
@@ -200,12 +201,9 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank holds of the parameters and the state of the optimizer, by name."""
-        from angpt.training.sharded import like
-
-        state = {p: {k: like(p, v) for k, v in found.items()} for p, found in self.engine.optimizer.state.items()}
         named: dict[str, Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
         rng = {checkpoint.RNG: torch.get_rng_state()}
-        return named | checkpoint.optimizer_tensors(state, self.names) | rng
+        return named | checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names) | rng
 
     def save(self) -> None:
         """Write a checkpoint of the steps done; with several ranks, begin to."""
