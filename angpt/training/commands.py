@@ -74,8 +74,8 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             config: Start from a TOML file, such as the config.toml of another run, which repeats it.
             resume: Go on with the run in this folder, exactly as if it had never stopped.
             out: The new run folder; a name under runs/ that says what it is unless given.
-            slurm: Queue it as a job of a SLURM cluster, over --slurm.nodes machines with --slurm.gpus GPUs each. It goes
-                on by itself after its time limit and after a requeue.
+            slurm: Queue it as a job of a SLURM cluster, over --slurm.nodes machines with --slurm.gpus GPUs each. It
+                goes on by itself after its time limit and after a requeue.
             cluster: What is asked of SLURM.
         """
         if cluster != SlurmConfig() and not slurm:

@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -140,6 +141,7 @@ class Ranks(Alone):
             torch.cuda.set_device(here)
         wait = timedelta(seconds=timeout + MARGIN_SECONDS)
         store, _, _ = next(rendezvous("env://", timeout=wait))
+        store = PrefixStore(agree(store, self.rank, self.size, timeout), store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("ranks", store),
@@ -214,6 +216,33 @@ class Ranks(Alone):
         total = value.clone()
         dist.all_reduce(total, group=self.mesh.get_group("shard"))
         return total
+
+
+def agree(store: Any, rank: int, size: int, timeout: float) -> str:
+    """A name for this attempt that all ranks know and no earlier attempt had.
+
+    torchrun keeps its store when it starts ranks again, and with it what those of the last attempt have written: their
+    addresses among other things, to which nobody answers any more. So every rank asks under a name of its own until
+    rank 0 has answered that one.
+    """
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"ask/{rank}", name)
+        store.wait([f"answer/{name}"], timedelta(seconds=timeout))
+        chosen: str = store.get(f"answer/{name}").decode()
+        store.set(f"thank/{chosen}/{rank}", "")
+        return chosen
+    waiting, deadline = set(range(1, size)), time.monotonic() + timeout
+    while waiting:
+        for other in list(waiting):
+            if store.check([f"thank/{name}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"ask/{other}"]):
+                store.set(f"answer/{store.get(f'ask/{other}').decode()}", name)
+        if time.monotonic() > deadline:
+            raise UserError(f"rank {_list(sorted(waiting))} did not come within {timeout:.0f} s")
+        time.sleep(0.01)
+    return name
 
 
 @contextmanager
