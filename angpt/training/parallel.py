@@ -55,7 +55,10 @@ def launched_ranks() -> int:
 
 def launched_rank() -> int:
     """Which of them this is; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError as error:
+        raise UserError(f"RANK = {os.environ['RANK']!r} is no number; start with torchrun, or unset it") from error
 
 
 def restarted() -> bool:
@@ -253,7 +256,13 @@ def connect(
     if "RANK" not in os.environ:
         yield ALONE
         return
-    ranks = Ranks(device, "fsdp" if strategy == "fsdp" else "ddp", shard_ranks, timeout)
+    try:
+        ranks = Ranks(device, "fsdp" if strategy == "fsdp" else "ddp", shard_ranks, timeout)
+    except (RuntimeError, KeyError, ValueError) as error:  # KeyError: a variable of the environment is missing
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise UserError(
+            f"rank {launched_rank()}: the other ranks were not found at {where} ({error}); start them with torchrun"
+        ) from error
     try:
         yield ranks
     except RuntimeError as error:

@@ -28,6 +28,7 @@ class Case:
     wide_reduce: bool = False
     recompute: bool = False
     d_ff: int = 42
+    compiled: bool = False
 
 
 def batches():
@@ -47,7 +48,7 @@ def losses_and_norms(case, ranks=None):
     model = build(cfg, seed=1)
     config = OptimizerConfig(weight_decay=0.1, clip=0.3)
     options = {"recompute": case.recompute, "ranks": ranks, "wide_reduce": case.wide_reduce}
-    engine = Engine(model, config, case.dtype, compiled=False, **options)
+    engine = Engine(model, config, case.dtype, case.compiled, **options)
     rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
     share = ROWS // size
     losses, norms, violations = [], [], []
@@ -128,3 +129,9 @@ def test_bf16(strategy, wide_reduce):
     """Products in bf16 on parameters in fp32; sums over ranks round in bf16, or not at all."""
     cases = [Case("angpt", strategy, torch.bfloat16, m, wide_reduce=wide_reduce) for m in (8, 2)]
     check(2, cases, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_compiled_blocks(strategy):
+    check(2, [Case("angpt", strategy, micro_batch=2, compiled=True, recompute=r) for r in (False, True)])
