@@ -72,7 +72,7 @@ def on_ranks(cases):
 
 
 def compare(case, answers, rel=1e-5):
-    losses, norms, _, parameters = losses_and_norms(replace(case, strategy="none"))
+    losses, norms, _, parameters = losses_and_norms(replace(case, strategy="none", compiled=False, recompute=False))
     assert losses[-1] < 0.9 * losses[0]
     assert max(norms) > 0.3  # clipping takes part
     for ours in answers:
