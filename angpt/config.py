@@ -170,7 +170,21 @@ class TrainConfig:
     batch_tokens: int | None = None
     """Tokens per step over all devices; by the rule for the size (training/rules.toml) unless given."""
     micro_batch: int | None = None
-    """Sequences per forward pass on one device; gradients of a step are summed over as many as it takes."""
+    """Sequences per forward pass on one device; gradients of a step are summed over as many as it takes. Of several
+    devices, each takes the largest number up to this that divides its share of the step."""
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """How several processes (torchrun, --slurm) share one run. ddp: each has the whole model; fsdp: matrices are shared
+    out over them, and gathered block by block to compute. auto: ddp."""
+    shard_ranks: int | None = None
+    """fsdp: processes over which one copy of the matrices is shared out; all unless given. On many machines, the GPUs
+    of one machine: then only gradients go between machines."""
+    reduce: Literal["bf16", "fp32"] = "bf16"
+    """Precision in which gradients that were computed in bf16 are summed over processes. Sums of several passes are
+    always in fp32."""
+    recompute: bool = False
+    """Compute blocks again in the backward pass rather than keep what they computed: less memory, a third more work."""
+    timeout: float = 900.0
+    """Seconds without progress after which several processes give up, and name the one that stands still."""
     seed: int = 0
     """Of the start of the model and the order of the data."""
     device: str = "auto"
@@ -204,8 +218,36 @@ class TrainConfig:
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(self.keep_checkpoints > 0, f"keep_checkpoints must be positive, not {self.keep_checkpoints}")
         _require(self.layers_every is None or self.layers_every >= 0, "layers_every must not be negative")
+        _require(self.shard_ranks is None or self.shard_ranks > 0, "shard_ranks must be positive")
+        _require(
+            self.shard_ranks is None or self.parallel == "fsdp",
+            f"shard_ranks = {self.shard_ranks} shares out matrices; give parallel = 'fsdp' with it",
+        )
+        _require(self.timeout > 0, f"timeout must be positive, not {self.timeout}")
         _require(0 <= self.seed < 2**63, f"seed must not be negative or over 2⁶³, not {self.seed}")
         parse_budget(self.tokens, parameters=10**9)
+
+
+DEVICES = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout")
+"""Settings of a run that follow from the machines it runs on; it may be resumed on others."""
+
+
+def differences(one: TrainConfig, two: TrainConfig) -> list[str]:
+    """Dotted names of the settings that differ, but for those of the machines."""
+    ours, theirs = dataclasses.asdict(one), dataclasses.asdict(two)
+    for name in DEVICES:
+        ours[name] = theirs[name] = None
+    return _differences(ours, theirs)
+
+
+def _differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in one.items():
+        if isinstance(value, dict):
+            found += _differences(value, two[key], f"{prefix}{key}.")
+        elif value != two[key]:
+            found.append(prefix + key)
+    return found
 
 
 def parse_budget(text: str, parameters: int) -> int:

@@ -27,12 +27,14 @@ class SlurmConfig:
     """Partition to queue in; the cluster's default unless given."""
     hours: float = 24.0
     """Time limit of a job. A run that needs longer saves, goes back into the queue and resumes."""
+    nodes: int = 1
+    """Machines of a job."""
     gpus: int = 1
-    """GPUs of a job; 0 trains on the CPU."""
+    """GPUs on each machine of a job, with a process for each; 0 trains on the CPU, with one process on each."""
     cpus: int = 8
-    """Cores of a job."""
+    """Cores on each machine."""
     memory_gb: float | None = None
-    """Memory of a job; the partition's default unless given."""
+    """Memory of each machine; the partition's default unless given."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
@@ -45,11 +47,25 @@ class SlurmConfig:
     """Any other option of sbatch by its long name: {constraint = "a100"}."""
 
     def __post_init__(self) -> None:
-        limits = {"hours": 0.1, "gpus": 0, "cpus": 1, "at_most": 1, "memory_gb": 0.1}
+        limits = {"hours": 0.1, "nodes": 1, "gpus": 0, "cpus": 1, "at_most": 1, "memory_gb": 0.1}
         for name, least in limits.items():
             value = getattr(self, name)
             if value is not None and not least <= value < float("inf"):
                 raise UserError(f"slurm.{name} must be at least {least:g} and finite, not {value:g}")
+
+    @property
+    def per_node(self) -> int:
+        """Processes on each machine."""
+        return max(1, self.gpus)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def threads(self) -> int:
+        """Cores of a process."""
+        return max(1, self.cpus // self.per_node)
 
 
 class Resumable:
@@ -72,6 +88,7 @@ class Resumable:
             signal.raise_signal(signal.SIGTERM)
 
         signal.signal(WARNING, warn)
+        os.environ |= rank_environment()
         done = self.task()
         signal.signal(WARNING, requeue)
         if warned and not done:
@@ -96,9 +113,9 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
     parameters: dict[str, Any] = {
         "job_name": re.sub(r"[^\w.+-]", "-", name),
         "time": round(60 * config.hours),
-        "nodes": 1,
-        "ntasks_per_node": 1,
-        "cpus_per_task": config.cpus,
+        "nodes": config.nodes,
+        "ntasks_per_node": config.per_node,
+        "cpus_per_task": config.threads,
         "signal_delay_s": WARNING_SECONDS,
         "wckey": None,
         "partition": config.partition,
@@ -108,7 +125,7 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
         "gpus_per_node": config.gpus or None,
         "setup": list(config.setup) or None,
         # Without this srun would take one core of those that sbatch was given (SLURM 22.05 and later).
-        "srun_args": [f"--cpus-per-task={config.cpus}"],
+        "srun_args": [f"--cpus-per-task={config.threads}", "--kill-on-bad-exit=1"],
         "additional_parameters": {"requeue": True, **config.extra},
     }
     executor.update_parameters(
@@ -119,6 +136,35 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
     except submitit.core.utils.FailedJobError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"SLURM does not take the job {name}: {reason or 'it gives no reason'}") from error
+
+
+def rank_environment() -> dict[str, str]:
+    """What torchrun would tell each process of a job that has several; nothing for a job of one process."""
+    environment = os.environ
+    if int(environment.get("SLURM_NTASKS", "1")) == 1:
+        return {}
+    job, attempt = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_RESTART_COUNT", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "MASTER_ADDR": _first_address(environment["SLURM_JOB_NODELIST"]),
+        "MASTER_PORT": str(20_000 + (7 * job + attempt) % 10_000),  # another for each attempt, below those of clients
+    }
+
+
+def _first_address(nodes: str) -> str:
+    """Where the first of a list of nodes is reached: SLURM's own names need not be known to the network."""
+
+    def ask(*command: str) -> str:
+        return subprocess.run(["scontrol", *command], capture_output=True, text=True, check=True, timeout=60).stdout
+
+    try:
+        name = ask("show", "hostnames", nodes).split()[0]
+        found = re.search(r"NodeAddr=(\S+)", ask("--oneliner", "show", "node", name))
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise UserError(f"SLURM does not say where the nodes {nodes} are: {error}") from error
+    return found[1] if found else name
 
 
 def in_queue() -> dict[str, str] | None:

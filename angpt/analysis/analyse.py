@@ -167,7 +167,7 @@ def analyse_run(
         seed=config.seed,
         label=name,
         step=state.step,
-        fingerprint=state.sha256[checkpoint.MODEL],
+        fingerprint=state.fingerprint,
         parameters=model.parameter_count(),
         layers=len(model.blocks),
         context=config.model.context,

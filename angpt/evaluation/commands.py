@@ -34,7 +34,8 @@ def evaluate(
     PIQA, ARC-Easy, HellaSwag, WinoGrande and MMLU show acc, LAMBADA perplexity, WikiText word_perplexity. Results go to
     eval/results.json in the folder of each model, with everything else that the harness reports, and into the page of
     `angpt report`. Stopped at any moment, the same command goes on with the task that was under way; what is known of
-    the same weights is not computed again (delete eval/ to have it so).
+    the same weights is not computed again (delete eval/ to have it so). On a machine with several GPUs, each evaluates
+    a part of the models.
 
     For a GPU without network or lm-eval, in three steps:
 
@@ -75,6 +76,7 @@ def evaluate(
     )
     from angpt.evaluation.evaluate import write_requests as write
     from angpt.evaluation.results import show
+    from angpt.evaluation.spread import evaluate_parts, gpus, own_part
     from angpt.evaluation.subjects import open_subject
     from angpt.evaluation.tasks import PAPER, choose
 
@@ -89,8 +91,11 @@ def evaluate(
         write(write_requests, chosen, harness, one_tokenizer(subjects, tokenizer))
         return
     files = None if requests is None else read_requests(requests, chosen if tasks else None)
+    part = own_part(subjects)
+    if part is None:
+        evaluate_parts(min(gpus(how.device), len(subjects)))
     results = []
-    for subject in subjects:
+    for subject in subjects if part is None else part:
         evaluator = Evaluator(subject, how, watch)
         folders = prepared
         if not folders and not chosen and files is None:
@@ -105,6 +110,8 @@ def evaluate(
         elif chosen:
             evaluate_tasks(evaluator, chosen, harness, subject.tokenizer(tokenizer))
         results.append(evaluator.results)
+    if part is not None:
+        return
     if files is not None:
         watch.note("scored; where lm-eval is, the same command with --data or --tasks in place of --requests goes on")
     if any(r.losses or r.tasks for r in results):

@@ -38,7 +38,7 @@ class Source:
     kind: Literal["run", "folded", "export"]
     cfg: ModelConfig
     weights: tuple[Path, ...]
-    """Files of tensors."""
+    """Files of tensors, or the checkpoint that many ranks have written."""
     tokenizer_path: Path | None
     training: Training
 
@@ -61,7 +61,7 @@ class Source:
         found: dict[str, Tensor] = {}
         for path in self.weights:
             try:
-                found |= load_file(path)
+                found |= checkpoint.load_model(path) if path.is_dir() else load_file(path)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: cannot be read as safetensors ({error})") from error
         return found
@@ -123,7 +123,8 @@ def _open_run(path: Path) -> Source:
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
     training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
-    return Source(path, "run", config.model, (newest / checkpoint.MODEL,), tokenizer, training)
+    weights = newest / checkpoint.MODEL
+    return Source(path, "run", config.model, (weights if weights.exists() else newest,), tokenizer, training)
 
 
 def _open_export(path: Path) -> Source:

@@ -3,7 +3,7 @@
 The optimiser step, sharding, export and analysis read the same declaration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -40,10 +40,27 @@ def norms(weight: Tensor, dim: int) -> Tensor:
 @torch.no_grad()
 def project_(weight: Tensor, constraint: Constraint) -> Tensor:
     """Bring one matrix to the nearest point that satisfies its constraint, in place. A zero vector stays zero."""
-    scale = norms(weight, constraint.dim).clamp(min=TINY).reciprocal()
-    if constraint.kind == "bound":
-        scale = scale.clamp(max=1.0)
-    return weight.mul_(scale)
+    return weight.mul_(scale(norms(weight, constraint.dim), constraint))
+
+
+def scale(lengths: Tensor, constraint: Constraint) -> Tensor:
+    """What vectors of these lengths are multiplied by to satisfy their constraint."""
+    factor = lengths.clamp(min=TINY).reciprocal()
+    return factor.clamp(max=1.0) if constraint.kind == "bound" else factor
+
+
+@torch.no_grad()
+def project_columns_(
+    weights: Sequence[Tensor], constraints: Sequence[Constraint], sum_shards: Callable[[Tensor], Tensor]
+) -> None:
+    """Project matrices along dimension 0, of which this process has only some rows: one sum over those who have the
+    others gives the lengths of all columns of all matrices."""
+    if not weights:
+        return
+    squares = sum_shards(torch.cat([w.square().sum(dim=0) for w in weights]))
+    lengths = torch.split(squares.sqrt(), [w.shape[1] for w in weights])
+    for weight, length, constraint in zip(weights, lengths, constraints, strict=True):
+        weight.mul_(scale(length, constraint))
 
 
 @torch.no_grad()

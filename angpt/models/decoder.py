@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.constraints import Constraint, project_
-from angpt.models.primitives import Context, Linear, Resettable, attend, cross_entropy, make_context, split_heads
+from angpt.models.primitives import (
+    Context,
+    Linear,
+    Resettable,
+    attend,
+    cross_entropy,
+    make_context,
+    split_heads,
+    wide,
+)
 
 
 class Block(nn.Module, ABC):
@@ -92,6 +101,15 @@ class Decoder(nn.Module, ABC):
         for block in self.blocks:
             states.append(h := block(h, ctx))
         return torch.stack(states)
+
+    def input_lengths(self, tokens: Tensor) -> Tensor:
+        """Mean length of the residual stream as it enters each layer, and after the last: (L + 1)."""
+        h, ctx = self.start(tokens)
+        lengths = [wide(h).norm(dim=-1).mean()]
+        for block in self.blocks:
+            h = block(h, ctx)
+            lengths.append(wide(h).norm(dim=-1).mean())
+        return torch.stack(lengths)
 
     def start(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Context]:
         """What the first block receives."""

@@ -13,7 +13,6 @@ from angpt.errors import UserError
 from angpt.report.chart import Absent, Chart, Drawn, write_chart
 from angpt.report.records import RunRecords, Study
 from angpt.studies.text import quantity
-from angpt.training import checkpoint
 from angpt.training.run import Run
 
 FILE = "analysis.json"
@@ -72,7 +71,7 @@ def _stored(paths: list[Path], runs: list[RunRecords]) -> Analysis | None:
 
 def _is_of(analysis: RunAnalysis, run: RunRecords) -> bool:
     state = newest_state(Run(run.path))
-    return (analysis.step, analysis.fingerprint) == (state.step, state.sha256.get(checkpoint.MODEL))
+    return (analysis.step, analysis.fingerprint) == (state.step, state.fingerprint)
 
 
 def _measured(runs: list[RunRecords], out: Path) -> Analysis:

@@ -21,7 +21,7 @@ class Cluster:
     """A pool of jobs."""
 
     def __init__(self, folder: Path, config: SlurmConfig, threads: int | None = None) -> None:
-        self.folder, self.config, self.threads = folder / "slurm", config, threads or config.cpus
+        self.folder, self.config, self.threads = folder / "slurm", config, threads or config.threads
         self.slots = config.at_most
         self.jobs: dict[Path, Job] = {}
         self.ids = known_jobs(folder)

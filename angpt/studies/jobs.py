@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from angpt.config import TrainConfig
+from angpt.config import TrainConfig, differences
 from angpt.data.shards import INDEX, Index
 from angpt.errors import UserError
 from angpt.system import write_atomically
@@ -100,19 +100,22 @@ def check_settings(job: Job) -> None:
         return
     stored = Run.open(job.folder).config()
     device = stored.device if job.config.device == "auto" else job.config.device
-    if make_plan(dataclasses.replace(job.config, device=device)).config != stored:
+    if differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored):
         raise UserError(f"{job.folder}: was begun with other settings (see its config.toml); move it away")
 
 
 def bring_to_end(job: Job, reporter: "Reporter") -> Summary:
     """Begin a run or go on with it, here and now."""
-    from angpt.training.trainer import resume, start
+    from angpt.training.parallel import launched_rank
+    from angpt.training.trainer import start
 
-    if not job.folder.exists():
-        return start(job.config, job.folder, reporter)
-    check_settings(job)
-    _wait_for_lock(Run.open(job.folder))
-    return resume(job.folder, reporter)
+    config = job.config
+    if job.folder.exists():  # perhaps rank 0 has just made it, which comes to the same
+        check_settings(job)
+        config = Run.open(job.folder).config()
+        if launched_rank() == 0:
+            _wait_for_lock(Run.open(job.folder))
+    return start(config, job.folder, reporter, again=True)
 
 
 def _wait_for_lock(run: Run) -> None:

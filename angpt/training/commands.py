@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import tyro
 
 from angpt.config import PRESETS, TrainConfig, preset, read_toml
 from angpt.errors import UserError
+from angpt.slurm import SlurmConfig
 
 EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
 DEFAULT_PRESET = "laptop"
@@ -59,8 +61,12 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         config: Path | None = None,
         resume: Path | None = None,
         out: Path | None = None,
+        slurm: bool = False,
+        cluster: Annotated[SlurmConfig, tyro.conf.arg(name="slurm")] = SlurmConfig(),  # noqa: B008
     ) -> None:
         """Train one model into a run folder. Ctrl-C finishes the step, saves, and exits with 3; --resume goes on.
+
+        On several GPUs or machines: `torchrun … -m angpt train …` or --slurm; see docs/scaling.md.
 
         Args:
             settings: Every setting can be given here, in a --config file, or by a --preset, in this order.
@@ -68,16 +74,29 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             config: Start from a TOML file, such as the config.toml of another run, which repeats it.
             resume: Go on with the run in this folder, exactly as if it had never stopped.
             out: The new run folder; a name under runs/ that says what it is unless given.
+            slurm: Queue it as a job of a SLURM cluster, over --slurm.nodes machines with --slurm.gpus GPUs each. It
+                goes on by itself after its time limit and after a requeue.
+            cluster: What is asked of SLURM.
         """
+        if cluster != SlurmConfig() and not slurm:
+            raise UserError("options --slurm.… are for --slurm; give that as well")
         if resume is not None:
             if out is not None:
                 raise UserError("--resume goes on in its own folder; leave out --out")
-            run_resumed(resume, settings, base)
+            if slurm:
+                queue(settings, resume, cluster)
+            else:
+                run_resumed(resume, settings)
         else:
             if settings.model.architecture != base.model.architecture:
                 settings = without_rates(settings, base)
             folder = out or Path("runs") / default_name(settings, preset or ("" if config else DEFAULT_PRESET))
-            run_new(settings, folder)
+            if slurm:
+                if folder.exists():
+                    raise UserError(f"{folder}: exists; go on with `--resume {folder}` or choose another --out")
+                queue(settings, folder, cluster)
+            else:
+                run_new(settings, folder)
 
     return train
 
@@ -90,34 +109,50 @@ def default_name(config: TrainConfig, base: str) -> str:
     return f"{m.architecture.replace('/', '-')}-{base}-s{config.seed}"
 
 
+def queue(config: TrainConfig, folder: Path, cluster: SlurmConfig) -> None:
+    """Submit a run, new or to be resumed, as one job. Its words go to a folder beside that of the run."""
+    from angpt.slurm import submit
+    from angpt.training.plan import make_plan
+
+    make_plan(config, cluster.ranks)  # what can be told before there is a GPU
+    logs = folder.parent / "slurm" / folder.name
+    number = submit(partial(train_in_job, config, folder.resolve(), cluster.threads), logs, folder.name, cluster)
+    print(f"{folder}: queued as job {number}, of {cluster.ranks} processes; it reports to {logs}/{number}_0_log.out")
+
+
+def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
+    """In each process of a job: train; whether the run has ended."""
+    import torch
+    from rich.console import Console
+
+    from angpt.training.reporter import PlainReporter
+    from angpt.training.trainer import start
+
+    torch.set_num_threads(threads)
+    return start(config, folder, PlainReporter(Console()), again=True).status != "interrupted"
+
+
 def run_new(config: TrainConfig, folder: Path) -> None:
     from angpt.training.trainer import start
 
     _show(lambda reporter: start(config, folder, reporter), folder)
 
 
-def run_resumed(folder: Path, wanted: TrainConfig, stored: TrainConfig) -> None:
-    """Only as it was begun: another budget, say, means another schedule, and so another run."""
+def run_resumed(folder: Path, settings: TrainConfig) -> None:
     from angpt.training.trainer import resume
 
-    if wanted != stored:
-        changed = ", ".join(_differences(dataclasses.asdict(wanted), dataclasses.asdict(stored)))
-        why = "another budget has another schedule from the first step on" if wanted.tokens != stored.tokens else ""
-        raise UserError(
-            f"{folder}: a run is resumed as it was begun, but {changed} is changed"
-            + (f" ({why})" if why else "")
-            + f"; start a new run with --config {folder / 'config.toml'} and the change"
-        )
-    _show(lambda reporter: resume(folder, reporter), folder)
+    _show(lambda reporter: resume(folder, reporter, settings), folder)
 
 
 def _show(call: Callable[[Any], Any], folder: Path) -> None:
     from rich.console import Console
 
+    from angpt.training.parallel import launched_rank
     from angpt.training.reporter import reporter_for
 
     console = Console()
     s = call(reporter_for(console))
+    console.quiet = launched_rank() > 0  # rank 0 has said it
     loss = "none" if s.val_loss is None else f"{s.val_loss:.4f}"
     speed = "" if not s.tokens_per_s else f" at {s.tokens_per_s:,.0f} tokens/s"
     line = {
@@ -129,14 +164,3 @@ def _show(call: Callable[[Any], Any], folder: Path) -> None:
     console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)
     if s.status != "finished":
         sys.exit(EXIT_INTERRUPTED if s.status == "interrupted" else EXIT_DIVERGED)
-
-
-def _differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the values that differ."""
-    found = []
-    for key, value in one.items():
-        if isinstance(value, dict):
-            found += _differences(value, two[key], f"{prefix}{key}.")
-        elif value != two[key]:
-            found.append(prefix + key)
-    return found

@@ -8,16 +8,19 @@ Vectors (learned scales, γ) are few and are shared.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.models.decoder import Decoder
 from angpt.training.optimizer import Adam
+from angpt.training.parallel import Ranks, Reducer
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
@@ -31,12 +34,33 @@ BACKENDS = [
 class Engine:
     """A model with its optimizer on a device. `model` holds the parameters; `compute` is what runs."""
 
-    def __init__(self, model: Decoder, config: OptimizerConfig, dtype: torch.dtype, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: OptimizerConfig,
+        dtype: torch.dtype,
+        compiled: bool,
+        *,
+        recompute: bool = False,
+        ranks: Ranks | None = None,
+        wide_reduce: bool = False,
+    ) -> None:
+        """`recompute`: keep no activations inside of blocks. `wide_reduce`: sum gradients over ranks in fp32, also
+        those that are in bf16."""
         self.model = model
-        self.compute = model if dtype == torch.float32 else low_precision(model, dtype)
+        self.ranks, self.sharded = ranks, ranks is not None and ranks.strategy == "fsdp"
+        self.compute = model if dtype == torch.float32 or self.sharded else low_precision(model, dtype)
+        if recompute:
+            recompute_blocks(self.compute)
+        if ranks is not None and self.sharded:
+            ranks.shard(model, dtype, torch.float32 if wide_reduce else dtype)
         pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
         self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
-        self.optimizer = Adam(model, config, self.copies)
+        self.optimizer = Adam(model, config, self.copies, ranks.sum_shards if ranks and self.sharded else None)
+        self.reducer: Reducer | None = None
+        if ranks is not None:  # with fsdp, matrices take care of themselves
+            reduced = [p for p in self.compute.parameters() if not (self.sharded and p.ndim == 2)]
+            self.reducer = Reducer(reduced, {c: p for p, c in self.copies.items()}, ranks.size, wide_reduce)
         self.passes = 1
         self.device = next(model.parameters()).device
         if compiled:
@@ -48,13 +72,23 @@ class Engine:
         total = torch.zeros((), device=self.device)
         with attention_backends():
             for i in range(passes):
+                self.synchronize(last=i == passes - 1, passes=passes)
                 loss = self.compute(*batch.rows(i * micro_batch, (i + 1) * micro_batch))
                 torch.autograd.backward(loss)
                 total += loss.detach()
                 if passes > 1:
                     self.gather()
+        if self.reducer is not None:
+            self.reducer.finish()
         self.passes = passes
         return total / passes
+
+    def synchronize(self, last: bool, passes: int) -> None:
+        """Ranks sum their gradients in the last pass of a step only."""
+        if self.reducer is not None:
+            self.reducer.begin(last, passes)
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -84,6 +118,13 @@ def low_precision(model: Decoder, dtype: torch.dtype) -> Decoder:
     """A copy of the model with matrices in `dtype`, and with the vectors of the model itself."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype)) if p.ndim == 2 else p for p in model.parameters()}
     return copy.deepcopy(model, memo)
+
+
+def recompute_blocks(model: Decoder) -> None:
+    """Keep only what enters a block, and compute the rest again in the backward pass."""
+    for block in model.blocks:
+        forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = forward
 
 
 def compile_parts(model: Decoder) -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from angpt.models.decoder import Decoder
-from angpt.models.primitives import LearnedScale, Linear, RMSNorm, wide
+from angpt.models.primitives import LearnedScale, Linear, RMSNorm
+from angpt.training.parallel import whole
 
 
 @torch.no_grad()
@@ -14,10 +15,7 @@ def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     """`input_norm`: mean length of the residual stream as it enters each layer, and after the last. For each learned
     scale its mean (and for α, whose entries may have either sign, the mean of their size as well), for each matrix the
     mean length of its rows, for each γ its length; a list over layers, or a number for what the model has once."""
-    h, ctx = model.start(tokens)
-    lengths = [_mean_length(h)]
-    for block in model.blocks:
-        lengths.append(_mean_length(h := block(h, ctx)))
+    lengths = model.input_lengths(tokens)
     rows: dict[str, list[Tensor]] = {}
     for block in model.blocks:
         for name, part in block.named_children():
@@ -27,14 +25,10 @@ def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
                 rows.setdefault(f"{name}_size", []).append(part().abs().mean())
     single = {name: value for name, part in model.named_children() if (value := _scalar(part)) is not None}
     return {
-        "input_norm": torch.stack(lengths).tolist(),
+        "input_norm": lengths.tolist(),
         **{name: torch.stack(values).tolist() for name, values in rows.items()},
         **{name: value.item() for name, value in single.items()},
     }
-
-
-def _mean_length(h: Tensor) -> Tensor:
-    return wide(h).norm(dim=-1).mean()
 
 
 def _scalar(part: torch.nn.Module) -> Tensor | None:
@@ -44,5 +38,5 @@ def _scalar(part: torch.nn.Module) -> Tensor | None:
         case RMSNorm():
             return (part.gamma * part.factor).norm()
         case Linear() | torch.nn.Embedding():
-            return part.weight.norm(dim=1).mean()
+            return whole(part.weight.norm(dim=1)).mean()
     return None

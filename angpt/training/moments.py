@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from angpt.training.parallel import whole
+
 RECORDS = 200
 """Records that a long run leaves."""
 CLOSEST = 5
@@ -48,7 +50,7 @@ class MomentRecorder:
         """Called after every step (counted from 1)."""
         if self.due(step):
             state = self.optimizer.state
-            moments = (state[p]["exp_avg"] for p in self.parameters)
+            moments = (whole(state[p]["exp_avg"]) for p in self.parameters)
             self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
 
     def drain(self) -> Iterator[tuple[int, dict[str, list[float] | float]]]:

@@ -3,61 +3,98 @@
 A parameter may have a copy, which the model computes with and whose gradient then counts (see `engine`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from angpt.config import OptimizerConfig
-from angpt.models.constraints import Constraint, project_
+from angpt.models.constraints import Constraint, project_, project_columns_
 from angpt.models.decoder import Decoder
+from angpt.training.parallel import like, local
+
+ALIGNMENT = 16
+"""Bytes; what the kernels count on."""
 
 
 @dataclass(frozen=True)
 class Part:
     """One parameter and what its step needs."""
 
-    weight: Tensor
+    parameter: Tensor
     copy: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
     decay: float
     constraint: Constraint | None
 
+    @property
+    def weight(self) -> Tensor:
+        """The parameter, or the rows of it that this rank holds."""
+        return local(self.parameter)
+
+    @property
+    def sharded(self) -> bool:
+        return self.weight is not self.parameter
+
+    @property
+    def across(self) -> bool:
+        """Whether other ranks hold parts of the vectors that are constrained."""
+        return self.sharded and self.constraint is not None and self.constraint.dim == 0
+
     def gradient(self) -> Tensor:
         """Of the copy, unless gradients of several passes were gathered in fp32."""
-        holder = self.weight if self.copy is None or self.weight.grad is not None else self.copy
-        return torch.zeros_like(holder) if holder.grad is None else holder.grad.contiguous()
+        holder = self.parameter if self.copy is None or self.parameter.grad is not None else self.copy
+        if holder.grad is None:
+            return torch.zeros_like(local(holder))
+        g = local(holder.grad).contiguous()
+        return g.clone() if g.data_ptr() % ALIGNMENT else g  # a piece of a larger buffer may begin anywhere
 
 
 class Adam:
     """Adam on all parameters of a model. Matrices decay where the configuration says so, and are constrained as the
     model declares. Its state is a function of the gradients so far; the number of the step comes from the caller."""
 
-    def __init__(self, model: Decoder, config: OptimizerConfig, copies: Mapping[Tensor, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: OptimizerConfig,
+        copies: Mapping[Tensor, Tensor] | None = None,
+        sum_shards: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """`sum_shards` sums over the ranks that hold the other rows, where matrices are shared out by rows."""
         self.config = config
+        self.sum_shards = sum_shards
         declared, copies = model.constraints(), copies or {}
         self.parts = [
             Part(
-                weight=p,
+                parameter=p,
                 copy=copies.get(p),
-                exp_avg=torch.zeros_like(p, requires_grad=False),
-                exp_avg_sq=torch.zeros_like(p, requires_grad=False),
+                exp_avg=torch.zeros_like(local(p.detach())),
+                exp_avg_sq=torch.zeros_like(local(p.detach())),
                 decay=(config.weight_decay or 0.0) if p.ndim == 2 else 0.0,
                 constraint=declared.get(name),
             )
             for name, p in model.named_parameters()
         ]
-        for part in self.parts:
-            if part.constraint is not None:
-                project_(part.weight, part.constraint)
+        with torch.no_grad():
+            for part in self.parts:
+                if part.constraint is not None and not part.across:
+                    project_(part.weight, part.constraint)
+            self.project_across()
         self.refresh()
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The moments of each parameter."""
-        return {part.weight: {"exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq} for part in self.parts}
+        """The moments of each parameter, shared out over ranks as it is."""
+        return {
+            part.parameter: {
+                "exp_avg": like(part.parameter, part.exp_avg),
+                "exp_avg_sq": like(part.parameter, part.exp_avg_sq),
+            }
+            for part in self.parts
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -71,11 +108,26 @@ class Adam:
         """Step `number` (from 1) with the gradients at hand, a sum of so many terms of which the mean counts; they are
         dropped. Returns the norm of the mean before clipping, without waiting for the device."""
         gradients = [part.gradient() for part in self.parts]
-        norm = total_norm(gradients) / terms
+        norm = self.norm(gradients) / terms
         clip = (self.config.clip / (norm + 1e-6)).clamp(max=1.0) / terms
         self.update(gradients, clip, number, lr)
         self.zero_grad()
         return norm
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of all gradients together, over all ranks."""
+        if self.sum_shards is None:
+            return total_norm(gradients)
+        pairs = list(zip(self.parts, gradients, strict=True))
+        here = square_sum([g for part, g in pairs if part.sharded])
+        return (self.sum_shards(here) + square_sum([g for part, g in pairs if not part.sharded])).sqrt()
+
+    def project_across(self) -> None:
+        """The constraints on vectors of which other ranks hold a part."""
+        if self.sum_shards is None:
+            return
+        chosen = [(part.weight, part.constraint) for part in self.parts if part.across and part.constraint is not None]
+        project_columns_([w for w, _ in chosen], [c for _, c in chosen], self.sum_shards)
 
     def update(self, gradients: Sequence[Tensor], clip: Tensor, number: int, lr: float) -> None:
         c = self.config
@@ -88,30 +140,39 @@ class Adam:
 
                 kernels.adam_(
                     part.weight, part.copy, part.exp_avg, part.exp_avg_sq, g, clip,
-                    lr=lr, decay=part.decay, betas=betas, eps=c.eps, step=number, constraint=part.constraint,
+                    lr=lr, decay=part.decay, betas=betas, eps=c.eps, step=number,
+                    constraint=None if part.across else part.constraint,
                 )  # fmt: skip
             else:
                 rest.append(part)
                 rest_gradients.append(g)
         adam_(rest, rest_gradients, clip, lr=lr, betas=betas, eps=c.eps, step=number)
+        self.project_across()
 
     def zero_grad(self) -> None:
         for part in self.parts:
-            part.weight.grad = None
+            part.parameter.grad = None
             if part.copy is not None:
                 part.copy.grad = None
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of all elements together."""
-    large = [x for x in tensors if x.is_cuda and x.ndim == 2]
+    return square_sum(tensors).sqrt()
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of all elements."""
+    large = [x for x in tensors if x.is_cuda and x.ndim == 2 and x.numel()]
     rest = [x for x in tensors if not (x.is_cuda and x.ndim == 2)]
-    squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
+    squares = torch.zeros((), device=tensors[0].device)
+    if rest:
+        squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
     if large:
         from angpt.training import kernels
 
         squares = squares + kernels.square_sum(large)
-    return squares.sqrt()
+    return squares
 
 
 def adam_(
@@ -147,11 +208,13 @@ def adam_(
             maximize=False,
         )
     for part in parts:
-        if part.constraint is not None:
+        if part.constraint is not None and not part.across:
             project_(part.weight, part.constraint)
         if part.copy is not None:
             part.copy.copy_(part.weight)
 
 
 def _has_kernel(part: Part) -> bool:
+    if part.sharded and not part.weight.numel():  # fewer rows than ranks
+        return False
     return part.weight.is_cuda and part.weight.ndim == 2 and part.weight.dtype == torch.float32

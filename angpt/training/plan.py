@@ -98,8 +98,8 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
     return model.parameter_count(), model.flops_per_token()
 
 
-def make_plan(cfg: TrainConfig) -> Plan:
-    """Fill in what the configuration leaves open."""
+def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
+    """Fill in what the configuration leaves open, for a run on so many devices."""
     device = _device(cfg.device)
     parameters, flops_per_token = count(cfg.model)
     rule, optimizer, context = rule_for(cfg.model.architecture), cfg.optimizer, cfg.model.context
@@ -107,8 +107,16 @@ def make_plan(cfg: TrainConfig) -> Plan:
     if batch_tokens % context:
         raise UserError(f"batch_tokens = {batch_tokens:,} is no multiple of model.context = {context:,}")
     sequences = batch_tokens // context
-    micro_batch = cfg.micro_batch or _largest_divisor(sequences, at_most=max(1, MICRO_TOKENS[device.type] // context))
-    if sequences % micro_batch:
+    if sequences % ranks:
+        raise UserError(
+            f"batch_tokens = {batch_tokens:,} are {sequences} sequences, which {ranks} processes cannot share evenly; "
+            f"set batch_tokens to a multiple of {ranks * context:,}, or start another number of processes"
+        )
+    share = sequences // ranks
+    micro_batch = cfg.micro_batch or _largest_divisor(share, at_most=max(1, MICRO_TOKENS[device.type] // context))
+    if ranks > 1:
+        micro_batch = _largest_divisor(share, at_most=micro_batch)
+    if share % micro_batch:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     budget = parse_budget(cfg.tokens, parameters)
     steps = max(1, round(budget / batch_tokens))
@@ -139,7 +147,7 @@ def make_plan(cfg: TrainConfig) -> Plan:
         batch_tokens=batch_tokens,
         sequences=sequences,
         micro_batch=micro_batch,
-        micro_steps=sequences // micro_batch,
+        micro_steps=share // micro_batch,
         peak_lr=lr,
         warmup_steps=round(warmup * steps),
         eval_every=eval_every,

@@ -60,6 +60,11 @@ class Run:
         return self.path / "checkpoints"
 
     @property
+    def logs(self) -> Path:
+        """What ranks other than 0 have said."""
+        return self.path / "logs"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -157,6 +162,22 @@ class MetricsWriter:
 
     def close(self) -> None:
         self.file.close()
+
+
+class NoMetrics:
+    """For the ranks that write none."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def sync(self) -> int:
+        return 0
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _finite(value: Any) -> Any:

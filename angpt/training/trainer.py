@@ -10,13 +10,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
-from angpt.config import TrainConfig
+from angpt.config import TrainConfig, differences
 from angpt.data.loader import (
     Batch,
     Loader,
@@ -35,10 +37,11 @@ from angpt.training.engine import Engine
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 from angpt.training.layers import layer_scalars
 from angpt.training.moments import MomentRecorder, default_interval
+from angpt.training.parallel import ALONE, Alone, Ranks, connect, launched_ranks, log_apart, restarted
 from angpt.training.plan import Plan, make_plan
-from angpt.training.reporter import Reporter
-from angpt.training.run import MetricsWriter, Run, Status, Summary, environment
-from angpt.training.sinks import check_sinks, sinks_for
+from angpt.training.reporter import PlainReporter, Reporter
+from angpt.training.run import MetricsWriter, NoMetrics, Run, Status, Summary, environment
+from angpt.training.sinks import Sink, check_sinks, sinks_for
 
 LAYER_TOKENS = 4096
 """Validation tokens over which the input norms of the layers are averaged, but never more than a batch has."""
@@ -52,28 +55,63 @@ class Diverged(Exception):
         self.step = step
 
 
-def start(config: TrainConfig, out: Path, reporter: Reporter) -> Summary:
-    """Train a new run into the folder `out`."""
-    plan = make_plan(config)
-    check(plan)
-    run = Run.create(out, plan.config)
-    with run.lock():
-        return Trainer(plan, run, *open_data(plan), reporter).train()
+def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
+    """Train a new run into the folder `out`; `again`: or go on with the run that is there. A launcher that starts its
+    processes again, after one was lost, means that too."""
+    with launched(config) as (plan, world):
+        if (again or restarted()) and world.share(out.exists):
+            check_same(Run.open(out).config(), plan.config, out)
+            return go_on(plan, Run.open(out), reporter, world)
+        run = world.share(lambda: Run.create(out, plan.config))
+        with begun(run, reporter, world) as reporter:
+            return Trainer(plan, run, *open_data(plan), reporter, world).train()
 
 
-def resume(out: Path, reporter: Reporter) -> Summary:
-    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is."""
+def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> Summary:
+    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is. With `config`,
+    on other devices than before (see `config.DEVICES`)."""
     run = Run.open(out)
-    with run.lock():
-        summary = run.summary()
+    with launched(config or run.config()) as (plan, world):
+        check_same(run.config(), plan.config, out)
+        return go_on(plan, run, reporter, world)
+
+
+def go_on(plan: Plan, run: Run, reporter: Reporter, world: Alone) -> Summary:
+    with begun(run, reporter, world) as reporter:
+        summary = world.share(run.summary)
         if summary is not None and summary.status != "interrupted":
             return summary
-        plan = make_plan(run.config())
-        check(plan)
-        trainer = Trainer(plan, run, *open_data(plan), reporter)
-        if (path := checkpoint.newest(run.checkpoints)) is not None:
+        trainer = Trainer(plan, run, *open_data(plan), reporter, world)
+        if (path := world.share(lambda: checkpoint.newest(run.checkpoints))) is not None:
             trainer.load(path)
         return trainer.train()
+
+
+@contextmanager
+def launched(config: TrainConfig) -> Iterator[tuple[Plan, Alone]]:
+    """The plan of a run on the processes that the launcher has started, and their connection."""
+    plan = make_plan(config, launched_ranks())
+    check(plan)
+    with connect(plan.device, config.parallel, config.shard_ranks, config.timeout) as world:
+        yield plan, world
+
+
+@contextmanager
+def begun(run: Run, reporter: Reporter, world: Alone) -> Iterator[Reporter]:
+    """Rank 0 holds the lock of the run, and talks to the user; others write to logs of their own."""
+    with run.lock() if world.main else log_apart(run.logs / f"rank-{world.rank:05d}.log"):
+        yield reporter if world.main else PlainReporter(Console())
+
+
+def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
+    """A run goes on only as it was begun: another budget, say, means another schedule, and so another run."""
+    if not (changed := differences(stored, wanted)):
+        return
+    why = " (another budget has another schedule from the first step on)" if stored.tokens != wanted.tokens else ""
+    raise UserError(
+        f"{folder}: a run is resumed as it was begun, but {', '.join(changed)} is changed{why}; "
+        f"start a new run with --config {folder / 'config.toml'} and the change"
+    )
 
 
 def check(plan: Plan) -> None:
@@ -105,12 +143,27 @@ def open_data(plan: Plan) -> tuple[TokenData, TokenData]:
 
 
 class Trainer:
-    def __init__(self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter) -> None:
-        self.plan, self.config, self.run, self.reporter = plan, plan.config, run, reporter
+    def __init__(
+        self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter, world: Alone = ALONE
+    ) -> None:
+        self.plan, self.config, self.run, self.reporter, self.world = plan, plan.config, run, reporter, world
         self.train_data, self.val_data = train, val
         torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
-        self.model: Decoder = build(self.config.model, self.config.seed).to(plan.device)
-        self.engine = Engine(self.model, self.config.optimizer, plan.dtype, plan.compile)
+        self.ranks = world if isinstance(world, Ranks) else None
+        self.model: Decoder = build(self.config.model, self.config.seed)
+        if world.strategy != "fsdp":  # where it goes to the device piece by piece
+            self.model.to(plan.device)
+        self.engine = Engine(
+            self.model,
+            self.config.optimizer,
+            plan.dtype,
+            plan.compile,
+            recompute=self.config.recompute,
+            ranks=self.ranks,
+            wide_reduce=self.config.reduce == "fp32" or plan.micro_steps > 1,
+        )
+        keep = self.config.keep_checkpoints
+        self.writer = None if self.ranks is None else self.ranks.writer(run.checkpoints, keep)
         self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.step = 0
         self.seconds = self.compile_seconds = 0.0
@@ -129,20 +182,31 @@ class Trainer:
         for what, ours, theirs in zip(("architecture", "data", "tokenizer"), expected, found, strict=True):
             if ours != theirs:
                 raise UserError(f"{path}: the checkpoint belongs to another {what} ({theirs}; the run has {ours})")
-        try:
-            self.model.load_state_dict(checkpoint.load_model(path))
-        except RuntimeError as error:
-            raise UserError(f"{path}: the checkpoint does not fit the model of config.toml") from error
-        tensors = checkpoint.load_optimizer(path)
-        torch.set_rng_state(tensors.pop("rng"))
-        checkpoint.load_optimizer_tensors(self.engine.optimizer.state, tensors, self.names)
+        if self.ranks is not None:
+            from angpt.training import sharded
+
+            sharded.load(path, tensors := self.tensors(), self.ranks)
+            torch.set_rng_state(tensors[checkpoint.RNG])
+        else:
+            try:
+                self.model.load_state_dict(checkpoint.load_model(path))
+            except RuntimeError as error:
+                raise UserError(f"{path}: the checkpoint does not fit the model of config.toml") from error
+            tensors = checkpoint.load_optimizer(path)
+            torch.set_rng_state(tensors.pop(checkpoint.RNG))
+            checkpoint.load_optimizer_tensors(self.engine.optimizer.state, tensors, self.names)
         self.engine.optimizer.refresh()
         self.step, self.seconds, self.metrics_bytes = state.step, state.seconds, state.metrics_bytes
         self.val_loss = state.val_loss
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank holds of the parameters and the state of the optimizer, by name."""
+        named: dict[str, Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
+        rng = {checkpoint.RNG: torch.get_rng_state()}
+        return named | checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names) | rng
+
     def save(self) -> None:
-        """Write a checkpoint of the steps done."""
-        tensors = checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names)
+        """Write a checkpoint of the steps done; with several ranks, begin to."""
         state = checkpoint.State(
             step=self.step,
             architecture=self.config.model.architecture,
@@ -153,20 +217,29 @@ class Trainer:
             tokenizer_fingerprint=self.train_data.tokenizer_fingerprint,
             sha256={},
         )
-        tensors["rng"] = torch.get_rng_state()
+        if self.writer is not None:
+            self.writer.save(self.tensors(), state)
+            return
+        tensors = checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names)
+        tensors[checkpoint.RNG] = torch.get_rng_state()
         keep = self.config.keep_checkpoints
         checkpoint.save(self.run.checkpoints, self.model.state_dict(), tensors, state, keep)
 
     def train(self) -> Summary:
         """Run to the end, to an interrupt, or to divergence, and leave a summary of it."""
-        self.metrics = MetricsWriter(self.run.metrics, self.metrics_bytes)
-        self.sinks = sinks_for(self.config, self.run.path, dataclasses.asdict(self.config), self.step)
+        self.metrics: MetricsWriter | NoMetrics = NoMetrics()
+        self.sinks: list[Sink] = []
+        if self.world.main:
+            self.metrics = MetricsWriter(self.run.metrics, self.metrics_bytes)
+            self.sinks = sinks_for(self.config, self.run.path, dataclasses.asdict(self.config), self.step)
         self.reporter.start(self.plan, self.step)
         status: Status = "finished"
         try:
             with interrupts() as interrupted:
                 if not self.loop(interrupted):
                     status = "interrupted"
+                if self.writer is not None:
+                    self.writer.finish()
         except Diverged as error:
             status, self.step = "diverged", error.step
         except OSError as error:
@@ -176,8 +249,9 @@ class Trainer:
             self.metrics.close()
             for sink in self.sinks:
                 sink.close()
-        summary = self.summary(status)
-        self.run.write_summary(summary)
+        summary = self.world.share(lambda: self.summary(status))
+        if self.world.main:
+            self.run.write_summary(summary)
         return summary
 
     def loop(self, interrupted: Callable[[], bool]) -> bool:
@@ -188,16 +262,18 @@ class Trainer:
         self.layer_tokens = self.layer_windows()
         if self.step == 0:
             self.record_layers()
-        with Prefetcher(loader, self.step, plan.device, documents=config.data.mask_documents) as batches:
+        with self.prefetch(loader) as batches:
             self.compile_ahead(loader)
             self.mark = time.perf_counter(), self.step
             while self.step < plan.steps:
-                loss, norm = self.train_step(next(batches))
+                batch = next(batches)
+                self.world.beat(self.step)
+                loss, norm = self.train_step(batch)
                 self.step += 1
                 self.pending.append((self.step, loss, norm))
                 if self.moments is not None:
                     self.moments.note(self.step)
-                last, stop = self.step == plan.steps, interrupted()
+                last, stop = self.step == plan.steps, self.agreed(interrupted)
                 evaluate = last or self.step % plan.eval_every == 0
                 layers = plan.layers_every > 0 and (last or self.step % plan.layers_every == 0)
                 save = last or stop or self.step % plan.checkpoint_every == 0
@@ -215,6 +291,17 @@ class Trainer:
                     self.mark = time.perf_counter(), self.step  # not the steps' own time
         return True
 
+    def prefetch(self, loader: Loader) -> Prefetcher:
+        """This rank's part of the batches from the next step on."""
+        rank, size, documents = self.world.rank, self.world.size, self.config.data.mask_documents
+        return Prefetcher(loader, self.step, self.plan.device, rank=rank, world=size, documents=documents)
+
+    def agreed(self, interrupted: Callable[[], bool]) -> bool:
+        """Whether to stop after this step. Ranks ask each other only when they look at the losses."""
+        if self.world.size == 1:
+            return interrupted()
+        return self.step % self.config.log_every == 0 and self.world.any(interrupted())
+
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimizer step over the whole batch; its mean loss and the norm of its gradient, still on the device."""
         loss = self.engine.backward(batch, self.plan.micro_batch)
@@ -225,7 +312,7 @@ class Trainer:
         if not self.plan.compile:
             return
         start = time.perf_counter()
-        with Prefetcher(loader, self.step, self.plan.device, documents=self.config.data.mask_documents) as batches:
+        with self.prefetch(loader) as batches:
             self.engine.backward(next(batches), self.plan.micro_batch)
         self.engine.optimizer.zero_grad()
         synchronize(self.plan.device)
@@ -235,7 +322,7 @@ class Trainer:
         """Read the losses that are still on the device, write them down, and stop at one that is not finite."""
         if not self.pending:
             return
-        losses = torch.stack([loss for _, loss, _ in self.pending]).tolist()
+        losses = (self.world.sum(torch.stack([loss for _, loss, _ in self.pending])) / self.world.size).tolist()
         norms = torch.stack([norm for _, _, norm in self.pending]).tolist()
         now, (before, first) = time.perf_counter(), self.mark
         self.seconds += now - before
@@ -249,7 +336,7 @@ class Trainer:
                 lr=self.plan.lr(step - 1),
                 grad_norm=norm,
                 tokens_per_s=tokens_per_s,
-                mfu=tokens_per_s * self.plan.flops_per_token / self.peak,
+                mfu=tokens_per_s * self.plan.flops_per_token / (self.peak * self.world.size),
                 seconds=self.seconds,
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -265,15 +352,19 @@ class Trainer:
     def evaluate(self) -> None:
         """Mean loss over `eval_tokens` of the validation split, the same ones each time."""
         total, rows = torch.zeros((), device=self.plan.device, dtype=torch.float64), 0
-        for tokens in self.validation_windows():
+        for tokens, counted in self.validation_windows():
+            self.world.beat(self.step)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             documents = (
                 document_numbers(inputs, end_of_text(self.val_data)) if self.config.data.mask_documents else None
             )
             batch = Batch(inputs, targets, documents).padded(self.plan.micro_batch if self.plan.compile else 0)
-            total += len(tokens) * self.engine.loss(batch)
-            rows += len(tokens)
-        self.val_loss = (total / rows).item()
+            loss = self.engine.loss(batch)
+            if counted:
+                total += len(tokens) * loss
+                rows += len(tokens)
+        total, count = self.world.sum(torch.stack((total, total.new_tensor(rows)))).unbind()
+        self.val_loss = (total / count).item()
         self.write("val", self.step, val_loss=self.val_loss, seconds=self.seconds)
         if not math.isfinite(self.val_loss):
             self.val_loss = None
@@ -281,12 +372,15 @@ class Trainer:
         self.metrics.flush()
         self.reporter.validation(self.step, self.val_loss)
 
-    def validation_windows(self) -> Iterator[Tensor]:
-        """(micro_batch, context + 1) tokens each, the last perhaps fewer."""
-        context = self.config.model.context
+    def validation_windows(self) -> Iterator[tuple[Tensor, bool]]:
+        """(micro_batch, context + 1) tokens each, the last perhaps fewer. Ranks take turns, and all have as many,
+        because they compute together; False comes with one that another rank counts."""
+        context, rank = self.config.model.context, self.world.rank
         windows = max(1, self.config.eval_tokens // context)
-        for tokens in validation_batches(self.val_data, context, self.plan.micro_batch, windows):
-            yield torch.from_numpy(tokens).to(self.plan.device)
+        batches = validation_batches(self.val_data, context, self.plan.micro_batch, windows)
+        while turn := list(islice(batches, self.world.size)):
+            tokens = turn[rank] if rank < len(turn) else turn[0]
+            yield torch.from_numpy(tokens).to(self.plan.device), rank < len(turn)
 
     def layer_windows(self) -> Tensor:
         context = self.config.model.context
@@ -320,7 +414,7 @@ class Trainer:
             parameters=self.plan.parameters,
             flops_per_token=self.plan.flops_per_token,
             checkpoint=good.name if good else None,
-            environment=environment(self.plan.device),
+            environment=environment(self.plan.device) | self.world.environment(),
         )
 
 

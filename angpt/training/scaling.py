@@ -1,0 +1,182 @@
+"""What a run needs of each GPU and of the links between them, on paper; docs/scaling.md has the tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from angpt.config import SIZES, ModelConfig
+from angpt.models.variants import build
+from angpt.training.parallel import BUCKET_BYTES, Strategy
+from angpt.training.plan import rule_for
+
+BF16, FP32 = 2, 4
+MOMENTS = 2 * FP32
+KEPT = 44
+"""Bytes of activations that a block keeps per token and unit of width, in bf16: its input, q, k, v, the normed q and k,
+the attention's output, the two that go into each residual update, u and z, and their product: 22 · d_m values."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the size of a model means for memory and messages."""
+
+    blocks: int
+    """Entries of the matrices of all blocks."""
+    ends: int
+    """Entries of embedding and head, which FSDP gathers once for the whole step."""
+    flops_per_token: int
+    parameters: int
+
+    @property
+    def matrices(self) -> int:
+        return self.blocks + self.ends
+
+
+@cache
+def count(cfg: ModelConfig) -> Counts:
+    with torch.device("meta"):
+        model = build(cfg)
+    sizes = {name: p.numel() for name, p in model.matrices().items()}
+    blocks = sum(n for name, n in sizes.items() if name.startswith("blocks."))
+    return Counts(blocks, sum(sizes.values()) - blocks, model.flops_per_token(), model.parameter_count())
+
+
+def state_bytes(cfg: ModelConfig, strategy: Strategy | None, shards: int = 1, passes: int = 1) -> float:
+    """Of a GPU, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
+    n = count(cfg)
+    if strategy != "fsdp":  # a copy in bf16, and its gradient; sums of several passes in fp32
+        return n.matrices * (FP32 + MOMENTS + BF16 + BF16 + (FP32 if passes > 1 else 0))
+    held = n.matrices * (FP32 + MOMENTS + FP32) / shards
+    if shards == 1:
+        return held + n.matrices * 2 * BF16
+    # Embedding and head for the whole step, a block and the next one, each with its gradient. Between passes the
+    # gradients stay whole, so that only the last one has to communicate.
+    gathered = (n.ends + 2 * n.blocks / cfg.n_layers) * BF16
+    return held + gathered + (n.matrices * FP32 if passes > 1 else (n.ends + n.blocks / cfg.n_layers) * BF16)
+
+
+def activation_bytes(cfg: ModelConfig, tokens: int, recompute: bool = False) -> float:
+    """Of a GPU, for so many tokens in a forward pass."""
+    layers = cfg.d_model * (BF16 * cfg.n_layers + KEPT if recompute else KEPT * cfg.n_layers)
+    return tokens * (layers + BF16 * cfg.vocab_size)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the tables assume; the numbers are those of data sheets, less what is never reached."""
+
+    gpus: int = 8
+    flops: float = 0.5 * 989e12
+    """Of an H100 at an MFU of 50 %."""
+    inside: float = 350e9
+    """Bytes per second that a GPU sends over NVLink (450 GB/s on paper)."""
+    between: float = 40e9
+    """The same over the network, with an adapter of 400 Gbit/s for each GPU (50 GB/s on paper)."""
+    hop_inside: float = 1e-6
+    """Seconds that a small message takes to the next GPU of the machine."""
+    hop_between: float = 10e-6
+    """And to the next machine."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a GPU sends in a step, in bytes to others of its machine and to other machines, and the time that is lost
+    with small messages on their way."""
+
+    inside: float
+    between: float
+    latency: float
+
+    def seconds(self, machine: Machine) -> float:
+        """On the links, all of which work at the same time, if nothing else goes on."""
+        return max(self.inside / machine.inside, self.between / machine.between) + self.latency
+
+
+def traffic(
+    cfg: ModelConfig, strategy: Strategy, ranks: int, machine: Machine, shards: int | None = None, passes: int = 1
+) -> Traffic:
+    """To sum n bytes over k ranks in rings each sends 2 n (k − 1)/k; to gather them, or to scatter sums, half of that.
+    Rings pass through all GPUs of a machine before they leave it, each by another adapter: a GPU's adapter sends its
+    part of that. A sum finds its way through a tree of machines; gathering goes around the ring."""
+    n = count(cfg)
+    wire = FP32 if passes > 1 else BF16
+    inner, machines = min(ranks, machine.gpus), max(1, ranks // machine.gpus)
+    tree = 2 * machines.bit_length() * machine.hop_between if machines > 1 else 0.0
+    if strategy == "ddp":
+        total = 2 * _part(ranks) * n.matrices * wire
+        buckets = -(-n.matrices * wire // BUCKET_BYTES)
+        return Traffic(total, total / inner if machines > 1 else 0.0, buckets * tree)
+    shards = shards or ranks
+    gathers = passes * (n.ends + 2 * n.blocks) * BF16  # blocks again for the backward pass
+    shared = _part(shards) * (gathers + n.matrices * wire)
+    messages = cfg.n_layers * (2 * passes + 1)
+    if shards <= inner:  # then whole copies are kept equal between machines, if there are several
+        copies = 2 * _part(ranks // shards) * n.matrices * wire / shards
+        return Traffic(shared, copies, messages * (shards - 1) * machine.hop_inside + cfg.n_layers * tree)
+    around = (shards - machines) * machine.hop_inside + machines * machine.hop_between
+    return Traffic(shared, shared / inner, messages * around)
+
+
+def _part(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def memory_table(context: int = 2048) -> str:
+    """GiB per GPU for parameters and the like, and for one sequence in a forward pass."""
+    head = ["size", "parameters", "ddp", "fsdp 4", "fsdp 8", "fsdp 64", "a sequence", "recomputed"]
+    rows = []
+    for size in SIZES:
+        cfg = ModelConfig.size(size, context=context)
+        cells = [state_bytes(cfg, "ddp"), *(state_bytes(cfg, "fsdp", shards) for shards in (4, 8, 64))]
+        cells += [activation_bytes(cfg, context), activation_bytes(cfg, context, recompute=True)]
+        rows.append([size, f"{count(cfg).parameters / 1e6:,.0f}M", *(f"{c / 2**30:.2f}" for c in cells)])
+    return _markdown(head, rows)
+
+
+def traffic_table(size: str = "1B", context: int = 2048) -> str:
+    """A step of the batch that the rules give, on more and more GPUs."""
+    cfg, machine = ModelConfig.size(size, context=context), Machine()
+    n = count(cfg)
+    sequences = rule_for(cfg.architecture).batch_at(n.parameters, context) // context
+    head = ["GPUs", "sequences each", "compute", "ddp", "fsdp, all", f"fsdp, {machine.gpus} each", "limit"]
+    rows = []
+    for ranks in (1, 8, 16, 64, 256, 1024, 4096):
+        each = max(1, sequences // ranks)
+        compute = each * context * n.flops_per_token / machine.flops
+        ddp = traffic(cfg, "ddp", ranks, machine).seconds(machine)
+        fsdp = traffic(cfg, "fsdp", ranks, machine).seconds(machine)
+        hybrid = traffic(cfg, "fsdp", ranks, machine, min(ranks, machine.gpus)).seconds(machine)
+        over = "" if ranks <= sequences else f"a batch of {ranks * context / 1e6:.1f}M tokens"
+        best = min(ddp, fsdp, hybrid)
+        limit = "compute" if best < 2 / 3 * compute else "links"  # the backward pass, which hides it, is 2/3
+        cells = [f"{1e3 * x:,.1f}" for x in (compute, ddp, fsdp, hybrid)]
+        rows.append([f"{ranks:,}", f"{each}", *cells, limit + (f"; {over}" if over else "")])
+    return _markdown(head, rows)
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {"memory": memory_table, "traffic": traffic_table}
+
+
+def generate(text: str) -> str:
+    """The text of docs/scaling.md with its tables as they are now."""
+    for name, table in TABLES.items():
+        before, mark, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->\n")
+        if not mark or not end:
+            raise ValueError(f"docs/scaling.md has no place for the table {name!r}")
+        text = before + mark + table() + end + after
+    return text
+
+
+if __name__ == "__main__":
+    target = Path(__file__).parents[2] / "docs" / "scaling.md"
+    target.write_text(generate(target.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {target}")

@@ -1,0 +1,108 @@
+"""Ranks that die, hang or are stopped, under torchrun."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from angpt.config import to_toml
+from angpt.training import checkpoint
+from angpt.training.reporter import Quiet
+from angpt.training.run import Run
+from angpt.training.trainer import start
+from tests.training.conftest import small, without_timing
+from tests.training.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def torchrun(*arguments, size=2, restarts=0, module="tests.training.faulty", fault="none:0:0"):
+    """The arguments of `angpt` on several ranks, one of which may go wrong."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", f"--max-restarts={restarts}"]
+    environment = os.environ | {"FAULT": fault, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*launcher, f"--master-port={free_port()}", "-m", module, "train", *map(str, arguments)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config(data, tmp_path):
+    """The options of a run whose configuration is in a file, and the run itself on two ranks, undisturbed."""
+    file = tmp_path / "c.toml"
+    file.write_text(to_toml(small(data, "ngpt", parallel="fsdp")))
+    return file
+
+
+def ends(process, seconds=400):
+    said, _ = process.communicate(timeout=seconds)
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["die:1:6", "save:1:6"])
+def test_a_lost_rank_leaves_the_previous_checkpoint_and_torchrun_goes_on(config, tmp_path, fault):
+    whole, broken, mended = (Run(tmp_path / name) for name in ("whole", "broken", "mended"))
+    assert ends(torchrun("--config", config, "--out", whole.path))[0] == 0
+    code, said = ends(torchrun("--config", config, "--out", broken.path, fault=fault))
+    assert code != 0
+    assert "rank 0 of 2: lost another rank" in said
+    assert re.search(r"rank +: 1 .*\n +exitcode +: -9", said)
+    assert checkpoint.newest(broken.checkpoints).name == "step-000000004"
+    code, said = ends(torchrun("--config", config, "--out", mended.path, fault=fault, restarts=1))
+    assert code == 0, said
+    code, said = ends(torchrun("--resume", broken.path))
+    assert code == 0, said
+    for run in (mended, broken):
+        assert without_timing(run) == without_timing(whole)
+        assert not list(run.checkpoints.glob(".part*"))
+        ours, theirs = (checkpoint.load_model(checkpoint.newest(r.checkpoints)) for r in (run, whole))
+        assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "silent"), [("hang:1:6", False), ("freeze:1:6", True), ("freeze:0:6", True)])
+def test_a_rank_that_stands_still_is_named(config, tmp_path, fault, silent):
+    code, said = ends(torchrun("--config", config, "--out", tmp_path / "run", "--timeout", 25, fault=fault))
+    assert code != 0
+    rank = fault.split(":")[1]
+    why = "not heard of" if silent else "it has not come to where the others wait"
+    assert re.search(rf"error: no progress for 25 s in step \d+: rank {rank} stands still: {why}", said), said
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-000000004"
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_run_goes_on(data, tmp_path):
+    file, run = tmp_path / "c.toml", Run(tmp_path / "run")
+    file.write_text(to_toml(small(data, tokens="200k", eval_every=1000, checkpoint_every=1000, layers_every=0)))
+    process = torchrun("--config", file, "--out", run.path, module="angpt")
+    while not (run.metrics.exists() and run.metrics.stat().st_size > 1000):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = ends(process)
+    assert run.summary().status == "interrupted", said
+    saved = run.summary().step
+    assert 0 < saved < 781
+    assert checkpoint.newest(run.checkpoints).name == f"step-{saved:09d}"
+    process = torchrun("--resume", run.path, "--parallel", "fsdp", size=4, module="angpt")
+    assert ends(process)[0] == 0
+    assert run.summary().status == "finished"
+
+
+@pytest.mark.slow
+def test_mistakes_are_told(data, tmp_path, config):
+    run = Run(tmp_path / "run")
+    start(small(data), run.path, Quiet())
+    for options, words in (
+        (("--config", config, "--out", run.path), "exists; go on with"),
+        (("--config", config, "--out", tmp_path / "a", "--batch-tokens", 96), "2 processes cannot share evenly"),
+        (("--config", config, "--out", tmp_path / "b", "--shard-ranks", 3), "shard_ranks = 3 does not divide"),
+    ):
+        code, said = ends(torchrun(*options, module="angpt"))
+        assert code != 0
+        assert words in " ".join(said.split()), said

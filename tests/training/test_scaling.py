@@ -1,0 +1,101 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from angpt.config import ModelConfig, OptimizerConfig
+from angpt.models.variants import build
+from angpt.training import scaling
+from angpt.training.engine import Engine
+from angpt.training.parallel import connect
+from angpt.training.scaling import Machine, activation_bytes, count, state_bytes, traffic
+from tests.training.ranks import spread
+from tests.training.test_optimizer import batches
+
+DOCS = Path(__file__).parents[2] / "docs"
+TINY = ModelConfig(architecture="angpt", d_model=32, n_layers=2, n_heads=2, vocab_size=53, context=16)
+
+
+def test_the_document_is_what_the_code_says_now():
+    text = (DOCS / "scaling.md").read_text(encoding="utf-8")
+    assert text == scaling.generate(text), "stale: run `make docs`"
+
+
+@pytest.mark.parametrize(("size", "sequences"), [("0.5B", 8), ("0.5B", 32), ("32M", 32)])
+def test_memory_is_near_what_was_measured(size, sequences):
+    """docs/performance.md has GPT+, nGPT and anGPT under each heading, GiB in the last column."""
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    measured = re.search(rf"\| {size}, {sequences} sequences: GPT\+.*\n.*\n\| anGPT .*\| ([\d.]+) \|\n", text)
+    cfg = ModelConfig.size(size)
+    ours = (state_bytes(cfg, None) + activation_bytes(cfg, sequences * 2048)) / 2**30
+    assert ours == pytest.approx(float(measured[1]), rel=0.03)
+
+
+def held(ranks=None):
+    """Bytes of matrices with moments, copies and gradients after a backward pass."""
+    engine = Engine(build(TINY), OptimizerConfig(weight_decay=0.0), torch.bfloat16, compiled=False, ranks=ranks)
+    engine.backward(next(batches(1)), 4)
+    matrices = [part for part in engine.optimizer.parts if part.parameter.ndim == 2]
+    tensors = [t for p in matrices for t in (p.weight, p.copy, p.exp_avg, p.exp_avg_sq, p.gradient()) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def held_on_rank(strategy):
+    with connect(torch.device("cpu"), strategy, None, 300) as ranks:
+        return held(ranks)
+
+
+def test_what_one_process_holds():
+    assert held() == state_bytes(TINY, None)
+
+
+@pytest.mark.slow
+def test_what_two_ranks_hold():
+    assert spread(held_on_rank, 2, "ddp") == [state_bytes(TINY, "ddp")] * 2
+    n = count(TINY)
+    assert sum(spread(held_on_rank, 2, "fsdp")) == n.matrices * 16
+    gathered = (n.ends + 2 * n.blocks / 2 + n.ends + n.blocks / 2) * 2
+    assert state_bytes(TINY, "fsdp", 2) == n.matrices * 16 / 2 + gathered
+
+
+def ring(size, chunk):
+    """Bytes that each of `size` ranks sends to sum their vectors of `size` chunks around a ring."""
+    vectors = [[{rank} for _ in range(size)] for rank in range(size)]
+    sent = [0] * size
+    for phase, step in [(p, s) for p in ("scatter", "gather") for s in range(size - 1)]:
+        first = 0 if phase == "scatter" else 1
+        moves = [(r, (r + first - step) % size) for r in range(size)]
+        parcels = [(r, i, set(vectors[r][i])) for r, i in moves]
+        for rank, i, parcel in parcels:
+            vectors[(rank + 1) % size][i] |= parcel
+            sent[rank] += chunk
+    assert all(len(part) == size for vector in vectors for part in vector)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_sum_sends_what_a_ring_sends(ranks):
+    expected = ring(ranks, chunk=count(TINY).matrices * 2 / ranks)
+    assert traffic(TINY, "ddp", ranks, Machine(gpus=8)).inside == pytest.approx(expected[0])
+    assert traffic(TINY, "ddp", ranks, Machine(gpus=8)).between == 0
+
+
+def test_hybrid_sharding_sends_a_part_between_machines():
+    machine, n = Machine(gpus=4), count(TINY)
+    hybrid = traffic(TINY, "fsdp", 8, machine, shards=4)
+    assert hybrid.between == ring(2, n.matrices * 2 / 4 / 2)[0]
+    assert hybrid.inside == 3 / 4 * 2 * (2 * n.ends + 3 * n.blocks)
+    whole = traffic(TINY, "fsdp", 8, machine)
+    assert whole.between == 7 / 8 * 2 * (2 * n.ends + 3 * n.blocks) / 4
+    tree, ring_of_eight = 4 * machine.hop_between, 6 * machine.hop_inside + 2 * machine.hop_between
+    assert hybrid.latency == pytest.approx(2 * (3 * 3 * machine.hop_inside + tree))  # two layers
+    assert whole.latency == pytest.approx(2 * 3 * ring_of_eight)
+    assert traffic(TINY, "fsdp", 8, machine, shards=8).between == whole.between
+
+
+def test_passes_gather_again_but_sum_once():
+    machine, n = Machine(gpus=4), count(TINY)
+    one, four = (traffic(TINY, "fsdp", 4, machine, passes=p).inside for p in (1, 4))
+    gathers = 3 / 4 * 2 * (n.ends + 2 * n.blocks)
+    assert four - 4 * gathers == pytest.approx(2 * (one - gathers))  # the sum is in fp32 then

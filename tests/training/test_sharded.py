@@ -1,0 +1,123 @@
+"""Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from angpt.inference.source import open_source
+from angpt.training import checkpoint
+from angpt.training.reporter import Quiet
+from angpt.training.run import Run
+from angpt.training.trainer import resume, start
+from tests.training.conftest import small, without_timing
+from tests.training.ranks import spread
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = ("gpt+", "ngpt", "angpt")
+
+
+def run_on_ranks(config, out, until=None):
+    """Train, or go on; `until` stops after a step, as SIGTERM would."""
+    from angpt.training.trainer import Trainer
+
+    if until is not None:
+        Trainer.agreed = lambda self, interrupted: self.step == until
+    return (resume(out, Quiet()) if out.exists() and until is None else start(config, out, Quiet())).status
+
+
+def losses(run):
+    return [r["loss"] for r in run.records() if r["kind"] == "train"]
+
+
+def validation(run):
+    return [r["val_loss"] for r in run.records() if r["kind"] == "val"]
+
+
+def close(ours, theirs, rel=1e-5):
+    assert losses(ours) == pytest.approx(losses(theirs), rel=rel)
+    assert validation(ours) == pytest.approx(validation(theirs), rel=rel)
+    first, second = (checkpoint.load_model(checkpoint.newest(run.checkpoints)) for run in (ours, theirs))
+    assert first.keys() == second.keys()
+    for name, p in second.items():
+        torch.testing.assert_close(first[name], p, rtol=0, atol=5e-3, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
+    """Its records, too; and it is read as any other, and goes on in one process."""
+    config = small(data, "ngpt", parallel=strategy)
+    start(config, tmp_path / "one", Quiet())
+    assert spread(run_on_ranks, 2, config, tmp_path / "two") == ["finished"] * 2
+    one, two = Run(tmp_path / "one"), Run(tmp_path / "two")
+    close(two, one)
+    for ours, theirs in zip(two.records(), one.records(), strict=True):
+        assert ours.keys() == theirs.keys()
+        if ours["kind"] == "layers":
+            assert ours["W_qkv"] == pytest.approx(theirs["W_qkv"], rel=1e-4)
+            assert ours["input_norm"] == pytest.approx(theirs["input_norm"], rel=1e-4)
+    assert two.summary().environment["ranks"] == "2"
+    assert [p.name for p in two.logs.iterdir()] == ["rank-00001.log"]
+    assert open_source(two.path).decoder().W_h.weight.shape == (61, 32)
+    path = checkpoint.newest(two.checkpoints)
+    assert sorted(checkpoint.read_state(path).sha256) == sorted(p.name for p in path.glob("*.safetensors"))
+    assert not list(path.glob(".metadata"))
+
+
+def test_a_damaged_shard_is_noticed(data, tmp_path):
+    spread(run_on_ranks, 2, small(data, parallel="fsdp", tokens="1024"), tmp_path / "run")
+    last = checkpoint.found(tmp_path / "run" / "checkpoints")[-1]
+    file = sorted(last.glob("shard-00002*"))[0]
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 0x40
+    file.write_bytes(content)
+    with pytest.warns(UserWarning, match="the checksum of shard-00002"):
+        assert checkpoint.newest(last.parent).name == "step-000000002"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_interrupted_and_resumed_is_bitwise_the_same(data, tmp_path, strategy):
+    config = small(data, parallel=strategy, checkpoint_every=100)
+    whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
+    spread(run_on_ranks, 2, config, whole.path)
+    assert spread(run_on_ranks, 2, config, broken.path, 6) == ["interrupted"] * 2
+    assert spread(run_on_ranks, 2, config, broken.path) == ["finished"] * 2
+    assert without_timing(broken) == without_timing(whole)
+    ours, theirs = (checkpoint.newest(run.checkpoints) for run in (broken, whole))
+    for read in (checkpoint.load_model, checkpoint.load_optimizer):
+        first, second = read(ours), read(theirs)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_saved_by_four_ranks_goes_on_with_any_number(data, tmp_path, architecture):
+    """12 sequences per step: 1, 2, 3 and 4 ranks can share them."""
+    config = small(data, architecture, batch_tokens=384, micro_batch=3, parallel="fsdp", checkpoint_every=100)
+    whole = Run(tmp_path / "whole")
+    start(replace(config, parallel="auto"), whole.path, Quiet())
+    spread(run_on_ranks, 4, config, tmp_path / "four", 5)
+    for size in (0, 1, 2, 3):
+        path = tmp_path / f"then-{size}"
+        subprocess.run(["cp", "-r", tmp_path / "four", path], check=True)
+        if size == 0:  # no launcher at all
+            resume(path, Quiet())
+        else:
+            assert spread(run_on_ranks, size, config, path) == ["finished"] * size
+        close(Run(path), whole)
+
+
+@pytest.mark.slow
+def test_begun_by_one_process_goes_on_with_three_ranks(data, tmp_path):
+    config = small(data, "ngpt", batch_tokens=384, micro_batch=3, parallel="fsdp", checkpoint_every=4)
+    whole, run = Run(tmp_path / "whole"), Run(tmp_path / "run")
+    start(config, whole.path, Quiet())
+    start(config, run.path, Quiet())
+    for path in (run.path / "summary.json", *checkpoint.found(run.checkpoints)[1:]):
+        subprocess.run(["rm", "-r", path], check=True)
+    assert spread(run_on_ranks, 3, config, run.path) == ["finished"] * 3
+    close(run, whole)
