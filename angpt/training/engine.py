@@ -1,8 +1,8 @@
 """What computes a training step, fast: the model in low precision, compiled block by block, and its optimizer.
 
 Parameters stay in fp32. For bf16 the matrices have copies, which the optimizer writes in the same pass in which it
-updates the parameters: nothing is cast in the forward pass, and gradients of the copies go straight to the optimizer.
-Vectors (learned scales, γ) are few and are shared.
+updates the parameters: nothing is cast in the forward pass. Gradients of the copies go straight to the optimizer, or,
+where a step takes several passes, are summed in fp32. Vectors (learned scales, γ) are few and are shared.
 """
 
 import copy
@@ -68,7 +68,9 @@ class Engine:
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
         """The gradient of a batch in passes of `micro_batch` rows, summed over them; the mean loss."""
-        passes = len(batch.inputs) // micro_batch
+        passes, rest = divmod(len(batch.inputs), micro_batch)
+        if rest or not passes:
+            raise ValueError(f"{len(batch.inputs)} rows are no multiple of a micro-batch of {micro_batch}")
         total = torch.zeros((), device=self.device)
         with attention_backends():
             for i in range(passes):

@@ -3,6 +3,8 @@
 A parameter may have a copy, which the model computes with and whose gradient then counts (see `engine`).
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,6 +151,27 @@ class Adam:
         adam_(rest, rest_gradients, clip, lr=lr, betas=betas, eps=c.eps, step=number)
         self.project_across()
 
+    @torch.no_grad()
+    def compile_kernels(self, gathered: bool) -> None:
+        """Run a step on zeros of each shape, so that no kernel is left to be compiled in the first real one.
+        `gathered`: gradients come in fp32, a sum over passes."""
+        shapes = {(part.weight.shape, part.constraint): part for part in self.parts if _has_kernel(part)}
+        trial = copy.copy(self)
+        trial.sum_shards = None
+        trial.parts = [
+            dataclasses.replace(
+                part,
+                parameter=torch.zeros_like(part.weight),
+                copy=None if part.copy is None else torch.zeros_like(part.copy),
+                exp_avg=torch.zeros_like(part.exp_avg),
+                exp_avg_sq=torch.zeros_like(part.exp_avg_sq),
+            )
+            for part in shapes.values()
+        ]
+        gradients = [torch.zeros_like(p.weight if gathered or p.copy is None else p.copy) for p in trial.parts]
+        if gradients:
+            trial.update(gradients, total_norm(gradients), 1, 0.0)
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.parameter.grad = None
@@ -168,10 +191,10 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     squares = torch.zeros((), device=tensors[0].device)
     if rest:
         squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
-    if large:
+    for dtype in {x.dtype for x in large}:
         from angpt.training import kernels
 
-        squares = squares + kernels.square_sum(large)
+        squares = squares + kernels.square_sum([x for x in large if x.dtype == dtype])
     return squares
 
 
@@ -187,6 +210,8 @@ def adam_(
 ) -> None:
     """Step `step` (from 1) of Adam on many parameters, with gradients multiplied by `clip` (in place), decoupled weight
     decay, and each constraint applied to the result, which is written to the copy as well."""
+    if not parts:
+        return
     scaled = [g.to(p.weight.dtype) for p, g in zip(parts, gradients, strict=True)]
     torch._foreach_mul_(scaled, clip)
     number = torch.full((), float(step), device=clip.device)

@@ -153,6 +153,8 @@ class Trainer:
         self.model: Decoder = build(self.config.model, self.config.seed)
         if world.strategy != "fsdp":  # where it goes to the device piece by piece
             self.model.to(plan.device)
+        if plan.compile:
+            torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
         self.engine = Engine(
             self.model,
             self.config.optimizer,
@@ -309,12 +311,13 @@ class Trainer:
 
     def compile_ahead(self, loader: Loader) -> None:
         """Compile on the first batch before the clock starts; its gradients are thrown away."""
-        if not self.plan.compile:
+        if not self.plan.compile and self.plan.device.type == "cpu":
             return
         start = time.perf_counter()
         with self.prefetch(loader) as batches:
             self.engine.backward(next(batches), self.plan.micro_batch)
         self.engine.optimizer.zero_grad()
+        self.engine.optimizer.compile_kernels(gathered=self.plan.micro_steps > 1)
         synchronize(self.plan.device)
         self.compile_seconds = time.perf_counter() - start
 

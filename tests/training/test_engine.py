@@ -62,6 +62,13 @@ def test_passes_add_up_in_fp32(dtype):
         torch.testing.assert_close(part.gradient(), sum(p[i] for p in parts), rtol=1e-5, atol=1e-7)
 
 
+def test_passes_cover_the_batch():
+    engine = Engine(tiny("gpt+"), CONFIG, torch.float32, compiled=False)
+    for micro_batch in (3, 8):
+        with pytest.raises(ValueError, match="no multiple"):
+            engine.backward(next(batches(1)), micro_batch)
+
+
 def test_a_padded_batch_has_the_same_loss():
     batch = next(batches(1))
     engine = Engine(tiny("gpt+"), CONFIG, torch.float32, compiled=False)

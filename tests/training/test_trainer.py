@@ -121,9 +121,11 @@ class Stops(Quiet):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture):
-    config = small(data, architecture)
+@pytest.mark.parametrize(
+    ("architecture", "precision"), [("gpt+", "fp32"), ("ngpt", "fp32"), ("angpt", "fp32"), ("angpt", "bf16")]
+)
+def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture, precision):
+    config = small(data, architecture, precision=precision)
     start(config, tmp_path / "whole", Quiet())
     summary = start(config, tmp_path / "parts", Stops(3))
     assert summary.status == "interrupted"
