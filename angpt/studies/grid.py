@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from angpt.config import SIZES, TrainConfig, parse_budget
+from angpt.errors import UserError
 from angpt.studies.config import Grid, Shape, StudyConfig, multiple
 from angpt.studies.search import rounded
 from angpt.training.plan import count, rule_for
@@ -61,6 +62,10 @@ def start_lines(grid: Grid, group: Group, config: StudyConfig) -> dict[int, list
     batches = [
         _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
     ]
+    for name, values, limits in (("lr", rates, grid.lr_limits), ("batch", batches, grid.batch_limits)):
+        for value in values:
+            if limits and not limits[0] <= value <= limits[1]:
+                raise UserError(f"grid.{name}_limits: {value:g}, where {group.name} begins, lies outside of them")
     return {tokens: sorted(set(rates)) for tokens in sorted(set(batches))}
 
 

@@ -175,6 +175,18 @@ def test_mistakes_are_named(read, old, new, message):
         read((old, new))
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("lr_limits = [0.005, 1]", "grid.lr_limits: 0.004, where gpt+-a-2.048k begins, lies outside of them"),
+        ("batch_limits = [64, 200]", "grid.batch_limits: 256, where gpt+-a-2.048k begins, lies outside of them"),
+    ],
+)
+def test_limits_enclose_the_grid(read, tmp_path, limits, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        names(read(("[shapes.a]", f"{limits}\n[shapes.a]")), tmp_path)
+
+
 def test_a_study_has_a_grid(read):
     with pytest.raises(UserError, match=re.escape("a study has one [[grid]] at least")):
         read(text="[train]\n")
