@@ -1,19 +1,30 @@
 """Many ranks compute what one process does."""
 
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
+from angpt.errors import UserError
 from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training.engine import Engine
-from angpt.training.parallel import connect
+from angpt.training.parallel import Watchdog, agree, connect
+from angpt.training.plan import make_plan
+from tests.training.conftest import small
 from tests.training.ranks import spread
 
+ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 VOCAB, ROWS, STEPS = 53, 8, 30  # the vocabulary is a multiple of no number of ranks
 
@@ -91,9 +102,8 @@ def check(size, cases, rel=1e-5):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks(strategy):
-    """All architectures on the same global batch; with passes of half a rank's rows, too."""
-    cases = [Case(a, strategy, micro_batch=m) for a in ARCHITECTURES for m in (8, 2)]
-    check(2, cases)
+    """All architectures on the same global batch, in one pass and in two."""
+    check(2, [Case("gpt+", strategy), Case("ngpt", strategy, micro_batch=2), Case("angpt", strategy, micro_batch=2)])
 
 
 @pytest.mark.slow
@@ -135,3 +145,89 @@ def test_bf16(strategy, wide_reduce):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_compiled_blocks(strategy):
     check(2, [Case("angpt", strategy, micro_batch=2, compiled=True, recompute=r) for r in (False, True)])
+
+
+def test_one_process_pays_nothing():
+    """No group, no wrapper, and nothing of torch.distributed that torch itself does not load."""
+    code = """
+import sys, torch
+before = {name for name in sys.modules if name.startswith("torch.distributed")}
+import angpt.training.trainer, angpt.cli
+from tests.training.test_optimizer import batches, tiny
+from angpt.config import OptimizerConfig
+from angpt.training.engine import Engine
+from angpt.training.parallel import ALONE, connect
+engine = Engine(tiny("ngpt"), OptimizerConfig(weight_decay=0.0), torch.float32, compiled=False)
+engine.backward(next(batches(1)), 2)
+engine.step(1, 1e-2)
+with connect(torch.device("cpu"), "fsdp", None, 1.0) as world:
+    assert world is ALONE
+heavy = ("fsdp", "checkpoint", "tensor", "device_mesh", "elastic")
+print([name for name in sys.modules if name.startswith("torch.distributed") and name not in before
+       and name.split(".")[2:3] and name.split(".")[2] in heavy])
+print(type(engine.model).__mro__[1].__name__, engine.reducer, engine.compute is engine.model)
+"""
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said.split("\n")[:2] == ["[]", "Decoder None True"]
+
+
+def test_a_later_attempt_does_not_read_what_an_earlier_one_wrote():
+    """Both talk to one store, as torchrun's restarted ranks do; an earlier rank 1 had asked and got no answer."""
+    store = torch.distributed.HashStore()
+    store.set("ask/1", "of-long-ago")
+    names = []
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            found = list(pool.map(lambda rank: agree(store, rank, 3, 20.0), range(3)))
+        assert len(set(found)) == 1
+        names += set(found)
+    assert len(set(names)) == 3
+    with pytest.raises(UserError, match="rank 1, 2 did not come"):
+        agree(torch.distributed.HashStore(), 0, 3, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("beats", "silent", "words"),
+    [
+        ((7, 6, 7), (), "rank 1 stands still: it has not come to where the others wait"),
+        ((7, 7, 7), (2,), "rank 2 stands still: not heard of for over 1 s"),
+        ((7, None, 7), (), "rank 1 stands still: not heard of"),
+        ((7, 7, 7), (), "all ranks have come to the same point"),
+    ],
+)
+def test_who_stands_still(beats, silent, words):
+    store = torch.distributed.HashStore()
+    for rank, count in enumerate(beats):
+        if count is not None:
+            store.set(str(rank), f"{count} {time.time() - (60 if rank in silent else 0)}")
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog.store, watchdog.size = store, 3
+    assert words in watchdog._verdict(silence=1.0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is no number"),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the other ranks were not found at None:None"),
+    ],
+)
+def test_a_broken_environment_is_told(monkeypatch, environment, words):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(words)), connect(torch.device("cpu"), "ddp", None, 1.0):
+        pass
+
+
+def test_several_ranks_need_a_batch_that_they_can_share(data):
+    config = small(data, batch_tokens=384, micro_batch=4)  # 12 sequences
+    assert [make_plan(config, ranks).micro_batch for ranks in (1, 2, 3, 4, 6, 12)] == [4, 3, 4, 3, 2, 1]
+    assert [make_plan(config, ranks).micro_steps for ranks in (1, 2, 3, 4, 6, 12)] == [3, 2, 1, 1, 1, 1]
+    with pytest.raises(UserError, match="12 sequences, which 5 processes cannot share evenly"):
+        make_plan(config, 5)
+    with pytest.raises(UserError, match="give parallel = 'fsdp'"):
+        small(data, shard_ranks=2)

@@ -48,7 +48,7 @@ def close(ours, theirs, rel=1e-5):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
     """Its records, too; and it is read as any other, and goes on in one process."""
-    config = small(data, "ngpt", parallel=strategy)
+    config = small(data, "ngpt", parallel=strategy, record_moments=True)
     start(config, tmp_path / "one", Quiet())
     assert spread(run_on_ranks, 2, config, tmp_path / "two") == ["finished"] * 2
     one, two = Run(tmp_path / "one"), Run(tmp_path / "two")
@@ -58,6 +58,8 @@ def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
         if ours["kind"] == "layers":
             assert ours["W_qkv"] == pytest.approx(theirs["W_qkv"], rel=1e-4)
             assert ours["input_norm"] == pytest.approx(theirs["input_norm"], rel=1e-4)
+        if ours["kind"] == "moments":
+            assert ours["W_d"] == pytest.approx(theirs["W_d"], rel=1e-3)
     assert two.summary().environment["ranks"] == "2"
     assert [p.name for p in two.logs.iterdir()] == ["rank-00001.log"]
     assert open_source(two.path).decoder().W_h.weight.shape == (61, 32)
