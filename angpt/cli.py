@@ -14,6 +14,7 @@ from tyro.extras import SubcommandApp
 from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
+from angpt.fits.commands import hparams, scaling
 from angpt.studies.commands import compare_command, report
 from angpt.training.commands import train_command
 from angpt.version import __version__
@@ -22,7 +23,13 @@ app = SubcommandApp()
 data = SubcommandApp()
 data.command(name="prepare")(prepare)
 data.command(name="info")(info)
+fit = SubcommandApp()
+fit.command(name="hparams")(hparams)
+fit.command(name="scaling")(scaling)
 app.command(name="report")(report)
+app.command(
+    fit, name="fit", help="Laws from many runs: best batch size and learning rate over size, loss over compute."
+)
 app.command(data, name="data", help="Text to tokens: prepare a folder to train from, look into one.")
 out = Console()
 err = Console(stderr=True)

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from angpt.errors import UserError
 from angpt.fits.powerlaw import Floats
-from angpt.fits.records import COLUMNS, Cell
+from angpt.fits.records import COLUMNS, Cell, Count
 
-Count = Literal["all", "head", "none", "given"]
 MERGE = 0.02
 """Budgets of one model size within this part of each other are one budget: steps of different batch sizes rarely end
 at the same token."""
@@ -73,7 +72,7 @@ class Sample:
     def __len__(self) -> int:
         return len(self.parameters)
 
-    def take(self, index: Sequence[int] | Floats) -> "Sample":
+    def take(self, index: Sequence[int] | NDArray[np.intp]) -> "Sample":
         return Sample(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
 
@@ -97,3 +96,16 @@ def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list
         notes.append(f"{len(cells):,} points share {len(best):,} pairs of size and budget; the best of each is taken")
     seeds = np.array([float(cell.seeds) for cell in cells])
     return Sample(n, tokens, per_token * tokens, loss, seeds).take(best), notes
+
+
+def make_curves(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, NDArray[np.intp]]:
+    """Every evaluation within the runs of one architecture, and the number of the run that each belongs to."""
+    n, per_token = counting.of(cells)
+    points = [(i, tokens, loss) for i, cell in enumerate(cells) for tokens, loss in cell.record.curve]
+    if not points:
+        raise UserError("the runs have no curves; leave out --curves, or give a CSV file with a column `run`")
+    run = np.array([p[0] for p in points])
+    tokens, loss = (np.array([p[i] for p in points]) for i in (1, 2))
+    seeds = np.array([float(cell.seeds) for cell in cells])[run]
+    _, curve = np.unique(run, return_inverse=True)
+    return Sample(n[run], tokens, per_token[run] * tokens, np.log(loss), seeds), curve

@@ -194,8 +194,8 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
         optimal = False
         chosen = minima.log_loss <= np.minimum.accumulate(minima.log_loss)  # no cheaper run is better
         notes.append(
-            "hardly anywhere has the best size a smaller and a larger one beside it at the same compute: no N_opt(C) and "
-            "D_opt(C), and L(C) is that of the best runs made, an upper bound of the optimum; train more sizes"
+            "at too few values of compute was both a smaller and a larger model tried than the best one: no N_opt(C), "
+            "no D_opt(C), and L(C) is that of the best runs made, an upper bound of the optimum; train more sizes"
         )
         if chosen.sum() < 3:
             return "fewer than three runs improve on all cheaper ones; train at more budgets"

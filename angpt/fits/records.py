@@ -33,6 +33,8 @@ COLUMNS = {
 REQUIRED = ("parameters", "tokens", "loss")
 POSITIVE = ("parameters", "tokens", "batch_tokens", "lr", "embedding_parameters", "head_parameters", "flops")
 Status = Literal["finished", "diverged", "unfinished"]
+Count = Literal["all", "head", "none", "given"]
+"""What counts as parameters and compute; see compute.py."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Cell:
     log_loss: float
     """Mean of the logarithms."""
     seeds: int
+    diverged: int
+    """Further runs at this point, which diverged."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +152,16 @@ def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
     again = sum(len(group) > len({r.seed for r in group}) for group in repeated)
     if again:
         notes.append(f"{again:,} points have several losses for one seed, which count like further seeds")
+    lost = Counter(r.point for r in diverged)
+    if partly := sum(point in lost for point in groups):
+        notes.append(f"{partly:,} points are averages over some seeds, while others diverged")
     cells, squares, freedom = [], 0.0, 0
     for group in groups.values():
         logs = [math.log(r.loss) for r in group]
         mean = sum(logs) / len(logs)
         squares += sum((x - mean) ** 2 for x in logs)
         freedom += len(logs) - 1
-        cells.append(Cell(replace(group[0], curve=_mean_curve(group)), mean, len(logs)))
+        cells.append(Cell(replace(group[0], curve=_mean_curve(group)), mean, len(logs), lost[group[0].point]))
     deviation = math.sqrt(squares / freedom) if freedom else None
     cells.sort(key=lambda c: (c.record.architecture, c.record.parameters, c.record.tokens))
     return Table(tuple(cells), diverged, deviation, freedom, tuple(notes))
@@ -210,11 +217,15 @@ def _run_record(path: Path, curves: bool) -> Record:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
     table = float(model.vocab_size * model.d_model)
+    # Of a run that diverged, the budget that it was meant for: it sets it beside its siblings.
+    tokens = (
+        math.nan if summary is None else summary.steps * float(config.batch_tokens or summary.tokens / summary.step)
+    )
     return Record(
         source=str(path),
         architecture=model.architecture,
         parameters=float(summary.parameters) if summary else math.nan,
-        tokens=float(summary.tokens) if summary else math.nan,
+        tokens=tokens,
         loss=math.nan if summary is None or summary.val_loss is None else summary.val_loss,
         status=status,
         batch_tokens=None if config.batch_tokens is None else float(config.batch_tokens),
@@ -224,7 +235,7 @@ def _run_record(path: Path, curves: bool) -> Record:
         embedding_parameters=table,
         head_parameters=table,
         attention_flops=float(3 * model.n_layers * 4 * model.d_model * model.context // 2),
-        flops=float(summary.flops_per_token) * summary.tokens if summary else None,
+        flops=float(summary.flops_per_token) * tokens if summary else None,
         curve=tuple(points),
     )
 
