@@ -30,7 +30,7 @@ def hparams(
         out: Folder for hparams.json and the figures.
         architectures: Fit these only.
         multiple: Take the runs with this many tokens per parameter, where there are several budgets.
-        write_rules: Write the laws as rules of `angpt train` to this file; angpt/training/rules.toml holds the defaults.
+        write_rules: Write the laws as rules of `angpt train` to this file; those of angpt/training/rules.toml hold.
     """
     from rich.console import Console
 

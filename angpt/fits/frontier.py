@@ -6,7 +6,7 @@ of the bin, and the parabola through the sizes around it says where between them
 a smaller and a larger model were tried at this compute; else it lies on an edge and is not used.
 
 Intervals: neighbouring bins share their runs, so they are no independent points. They are averaged in blocks as long as
-two steps from run to run, the law is fitted to the blocks (each weighted by how well the parabola fixes its minima),
+the step from run to run, the law is fitted to the blocks (each weighted by how well the parabola fixes its minima),
 and its variance is raised by what blocks of interpolated values still have in common.
 """
 
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angpt.fits.compute import Sample
+from angpt.fits.isoflop import WINDOW, scattered
 from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
 
 BINS = 1500
-WINDOW = 4.0
-"""Sizes within this factor of the best one shape the parabola."""
-SHARED = 4 / 3
-"""Long-run variance of linearly interpolated noise over the variance of its means over two steps: 1/2 over 3/8."""
+SHARED = 2.0
+"""Variance of the mean of linearly interpolated noise over many steps, over what the variance of its means from step to
+step would make it if they were independent: they have half of the noise's variance, and half of it in common."""
 Ints = NDArray[np.intp]
 
 
@@ -39,7 +39,9 @@ class Minima:
     rank: Ints
     """Of the best model size among all."""
     variance: tuple[Floats, Floats]
-    """Of log size and of log loss, in units of the variance of the log losses that they were interpolated from."""
+    """Of the slope at the vertex and of the log loss there, in units of that of the log losses; see isoflop.Vertex."""
+    reach: Floats
+    """Half of the range of log sizes that were tried at this compute."""
     edge: NDArray[np.int8]
     """−1: no smaller model was tried at this compute; 1: no larger one; 0: the minimum lies between others."""
     used: NDArray[np.bool_]
@@ -107,9 +109,11 @@ class Bins:
         if len(inner):
             refined = self._refine(best[inner], inner, log_tokens, value)
             n[inner], d[inner], y[inner], of_size[inner], of_loss[inner] = refined
+        reach = (self.log_parameters[self.starts + self.lengths - 1] - self.log_parameters[self.starts]) / 2
         order = np.argsort(log_compute[best], kind="stable")
         best, edge, variance = best[order], edge[order], (of_size[order], of_loss[order])
-        return Minima(log_compute[best], n[order], d[order], y[order], self.rank[best], variance, edge, between(edge))
+        x, rank, used = log_compute[best], self.rank[best], between(edge)
+        return Minima(x, n[order], d[order], y[order], rank, variance, reach[order], edge, used)
 
     def _refine(self, best: Ints, bins: Ints, log_tokens: Floats, value: Floats) -> tuple[Floats, ...]:
         """Size, tokens and loss at the vertex of a parabola through the pairs around the best one of each bin, and the
@@ -128,9 +132,9 @@ class Bins:
         used = np.where(weight > 0, x, 0.0)
         step = np.clip(-loss[:, 1] / (2 * bend), used.min(1), used.max(1))
         powers = np.stack([np.ones_like(step), step, step**2], axis=1)
-        slope = np.stack([np.zeros_like(step), np.ones_like(step), 2 * step], axis=1) / (2 * bend[:, None])
-        of_size, of_loss = (np.einsum("ri,rij,rj->r", j, covariance, j) for j in (slope, powers))
-        return n[best] + step, np.sum(tokens * powers, axis=1), np.sum(loss * powers, axis=1), of_size, of_loss
+        slope = np.stack([np.zeros_like(step), np.ones_like(step), 2 * step], axis=1)
+        of_slope, of_loss = (np.einsum("ri,rij,rj->r", j, covariance, j) for j in (slope, powers))
+        return n[best] + step, np.sum(tokens * powers, axis=1), np.sum(loss * powers, axis=1), of_slope, of_loss
 
 
 def parabolas(x: Floats, weight: Floats, *ys: Floats) -> tuple[list[Floats], Floats]:
@@ -201,7 +205,7 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
             return "fewer than three runs improve on all cheaper ones; train at more budgets"
     x = minima.log_compute[chosen]
     freedom = independent(grid, minima, chosen, curves)
-    blocks = int(chosen.sum()) if freedom is None else max(3, int(freedom / 2)) if freedom >= 3 else 2
+    blocks = int(chosen.sum()) if freedom is None else int(freedom) if freedom >= 3 else 2
     blocks = min(blocks, len(x))
     shared = 1.0 if freedom is None else SHARED
     if blocks < 3:
@@ -218,8 +222,14 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
             exponent_error=fitted.exponent_error * math.sqrt(shared),
         )
 
-    of_size, of_loss = minima.variance
-    size, tokens = (law(minima.log_parameters, of_size), law(minima.log_tokens, of_size)) if optimal else (None, None)
+    of_slope, of_loss = minima.variance
+    size, tokens = None, None
+    if optimal:
+        size, tokens = law(minima.log_parameters, of_slope), law(minima.log_tokens, of_slope)
+        off = minima.log_parameters[chosen] - size.level - size.exponent * (x - size.center)
+        if problem := scattered(off, minima.reach[chosen]):
+            notes.append(f"no N_opt(C), no D_opt(C): {problem}")
+            size, tokens = None, None
     minima = dataclasses.replace(minima, used=chosen)
     return Frontier(minima, law(minima.log_loss, of_loss), size, tokens, blocks, optimal, tuple(notes))
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -14,7 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.report.chart import Absent, Chart
-from angpt.report.style import DEPTH, INK, looks, panels
+from angpt.report.style import DEPTH, INK, MARKERS, looks, panels
 from angpt.studies.text import label, listed, quantity
 
 EXCESS = 3.0
@@ -25,21 +25,22 @@ PALE = "#e4e6ea"
 def sweeps(fit: HparamFit) -> Chart:
     """Loss over learning rate, a panel for each model, a line for each batch size."""
     batches = sorted({s.batch_tokens for size in fit.sizes for s in size.sweeps})
-    norm = LogNorm(batches[0], max(batches[-1], 1.01 * batches[0]))
+    places = np.linspace(0, 1, max(2, len(batches)))
+    looks_of = {b: (DEPTH(x), MARKERS[i % 7]) for i, (b, x) in enumerate(zip(batches, places, strict=False))}
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(len(fit.sizes), narrow, columns=3, height=2.7)
         for ax, size in zip(axes, fit.sizes, strict=True):
             for sweep in size.sweeps:
-                _draw_sweep(ax, sweep, DEPTH(norm(sweep.batch_tokens)))
+                _draw_sweep(ax, sweep, *looks_of[sweep.batch_tokens])
             ax.set_xscale("log")
             _few_log_ticks(ax)
             ax.set_ylim(*_loss_range(size))
             ax.set(title=f"{label(size.architecture)} {quantity(size.parameters)}", ylabel="validation loss")
             ax.set_xlabel("learning rate")
         handles = [
-            Line2D([], [], color=DEPTH(norm(b)), marker="o", ms=4, lw=1.4, label=f"{quantity(b)} tokens")
-            for b in batches
+            Line2D([], [], color=color, marker=marker, ms=4, lw=1.4, label=f"{quantity(b)} tokens")
+            for b, (color, marker) in looks_of.items()
         ]
         handles.append(
             Line2D([], [], color="none", marker="*", ms=10, mfc="white", mec=INK, label="interpolated minimum")
@@ -53,7 +54,7 @@ def sweeps(fit: HparamFit) -> Chart:
         name="sweeps",
         title="Hyper-parameter sweeps",
         caption="Validation loss over the learning rate, a line for each batch size (tokens per step). Points are "
-        "runs, averaged over seeds; lines are the interpolation in logarithms, dotted where there is none, since the "
+        "runs, averaged over seeds; lines are the interpolation in logarithms; it is missing (dots alone) where the "
         "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima.",
         alt=f"Loss against learning rate in {len(fit.sizes)} panels, one per model. {found} of {total} sweeps have a "
         "minimum inside of their grid.",
@@ -78,12 +79,11 @@ def sweeps(fit: HparamFit) -> Chart:
     )
 
 
-def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...]) -> None:
-    ax.plot(sweep.lrs, sweep.losses, "o", color=color, ms=4)
+def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -> None:
+    ax.plot(sweep.lrs, sweep.losses, marker, color=color, ms=4)
     curve = sweep.curve()
-    if curve is None:
-        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2)
-    else:
+    ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
+    if curve is not None:
         x = np.linspace(*curve.support, 200)
         ax.plot(np.exp(x), np.exp(curve(x)), color=color, lw=1.4)
     for lr in sweep.diverged:
@@ -214,6 +214,6 @@ def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = 
 def _few_log_ticks(ax: Axes) -> None:
     """Plain numbers, not too many, on a logarithmic x axis."""
     low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 100 else (1,)))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     ax.xaxis.set_minor_locator(NullLocator())

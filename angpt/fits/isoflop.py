@@ -1,6 +1,6 @@
 """IsoFLOP minima (Chinchilla's approach 2): at each level of compute, a parabola of log loss over log size.
 
-Runs whose compute agrees to within 5 % are a level; what is left of the difference is taken off along the slope of the
+Runs whose compute agrees to within 2 % are a level; what is left of the difference is taken off along the slope of the
 lowest losses. The vertex of the parabola through the sizes around the lowest is the optimum of the level, if a smaller
 and a larger size were tried there. The laws are fitted to the levels, each weighted by how well its parabola fixes the
 vertex (delta method); their intervals are those of a regression over independent levels.
@@ -17,9 +17,11 @@ from angpt.fits.compute import Sample
 from angpt.fits.interpolate import edge
 from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
 
-SAME = 0.05
+SAME = 0.02
 """Part of the compute by which runs of one level differ at most."""
-WINDOW = 8.0
+SCATTER = 0.15
+"""Standard deviation of minima about their law, in half ranges of the sizes tried, up to which a law is given."""
+WINDOW = 4.0
 """Sizes within this factor of the best one shape the parabola; far from it the loss is none."""
 
 
@@ -31,7 +33,8 @@ class Vertex:
     tokens: float
     loss: float
     variance: tuple[float, float]
-    """Of log size and of log loss here, in units of that of a run's log loss."""
+    """Of the slope and of the log loss here, in units of that of a run's log loss. The vertex moves by the slope over
+    twice the bend; the bend is left out of the weights, since a level that noise makes seem sharp would count more."""
     coefficients: tuple[float, float, float]
     """Of log loss over the logarithm of size over `center`: constant, slope, bend."""
     center: float
@@ -85,12 +88,32 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
         notes.append("two levels fix the laws, but leave no interval")
     compute, vertices = [c for c, _ in good], [v for _, v in good]
     by_size, by_loss = ([1 / v.variance[i] for v in vertices] for i in (0, 1))
+    sizes = fit_power_law(compute, [v.parameters for v in vertices], by_size)
+    off = np.log([v.parameters / sizes.at(c).value for c, v in good])
+    reach = np.log([level.parameters[-1] / level.parameters[0] for level in levels if level.vertex is not None]) / 2
+    if problem := scattered(off, reach):
+        return problem
     return IsoFlop(
         levels,
         loss=fit_power_law(compute, [v.loss for v in vertices], by_loss),
-        parameters=fit_power_law(compute, [v.parameters for v in vertices], by_size),
+        parameters=sizes,
         tokens=fit_power_law(compute, [v.tokens for v in vertices], by_size),
         notes=tuple(notes),
+    )
+
+
+def scattered(off: Floats, reach: Floats) -> str | None:
+    """Why minima that lie so far `off` their law say little, where the sizes tried reach so far to either side.
+
+    A minimum cannot be found outside of the sizes tried. Where noise spreads minima over much of that range, the range
+    cuts off the largest errors, and the law follows the sizes that were chosen rather than the best ones.
+    """
+    part = float(np.std(off)) / float(np.median(reach))
+    if part <= SCATTER:
+        return None
+    return (
+        f"the minima scatter about their law by {part:.0%} of the range of sizes tried (half of it), so that noise and "
+        "the choice of sizes decide; train more sizes or seeds at each compute, or take the parametric fit"
     )
 
 
@@ -119,7 +142,9 @@ def fit_level(runs: Sample, slope: float) -> Level:
     if side is not None:
         size = "smallest" if side == "low" else "largest"
         return dataclasses.replace(level, problem=f"the best size is the {size} one tried")
-    near = np.abs(n - n[best]) <= math.log(WINDOW) + 1e-9
+    # As far on the one side as on the other: the loss is no exact parabola, and rises faster on one side.
+    reach = min(math.log(WINDOW), n[best] - n[0], n[-1] - n[best])
+    near = np.abs(n - n[best]) <= reach + 1e-9
     near[best - 1 : best + 2] = True
     x = n[near] - n[best]
     design = np.vander(x, 3, increasing=True)
@@ -128,14 +153,13 @@ def fit_level(runs: Sample, slope: float) -> Level:
     step = -linear / (2 * bend)
     if bend <= 0 or not x[0] < step < x[-1]:
         return dataclasses.replace(level, problem="the losses have no minimum inside of the sizes tried")
-    # d step / d (linear, bend), and d loss / d (constant, linear, bend): the vertex moves, but the loss is flat there.
-    of_size = np.array([0.0, 1.0, 2 * step]) / (2 * bend)
-    of_loss = np.array([1.0, step, step**2])
+    # The slope and the loss at the vertex as functions of (constant, linear, bend).
+    of_slope, of_loss = np.array([0.0, 1.0, 2 * step]), np.array([1.0, step, step**2])
     vertex = Vertex(
         parameters=math.exp(n[best] + step),
         tokens=math.exp(float(np.polyval(np.polyfit(x, d[near], 1), step))),
         loss=math.exp(constant + linear * step + bend * step**2),
-        variance=(float(of_size @ inverse @ of_size), float(of_loss @ inverse @ of_loss)),
+        variance=(float(of_slope @ inverse @ of_slope), float(of_loss @ inverse @ of_loss)),
         coefficients=(float(constant), float(linear), float(bend)),
         center=math.exp(n[best]),
         support=(math.exp(n[near][0]), math.exp(n[near][-1])),

@@ -109,20 +109,11 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     return values
 
 
-def estimate_text(value: Estimate, digits: int = 4, sign: bool = False) -> str:
+def estimate_text(value: Estimate, form: str = ".4f") -> str:
     """0.4663 [0.4512, 0.4801]."""
-
-    def number(x: float) -> str:
-        text = (
-            f"{x:{'+' if sign else ''}.{digits}g}"
-            if abs(x) >= 1e4 or 0 < abs(x) < 1e-3
-            else (f"{x:{'+' if sign else ''}.{digits}f}")
-        )
-        return text.replace("-", "−")
-
     if value.low is None or value.high is None:
-        return f"{number(value.value)} (no interval)"
-    return f"{number(value.value)} [{number(value.low)}, {number(value.high)}]"
+        return f"{value.value:{form}} (no interval)".replace("-", "−")
+    return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -148,14 +139,14 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
         for t in fit.trends:
             for name, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
                 exponent, sizes = estimate_text(law.slope), str(len(t.sizes))
-                laws.add_row(f"{label(t.architecture)} {name}", estimate_text(law.prefactor), exponent, sizes)
+                laws.add_row(f"{label(t.architecture)} {name}", estimate_text(law.prefactor, ".4g"), exponent, sizes)
         tables.append(laws)
     if checks := [(t, left) for t in fit.trends for left in t.leave_one_out]:
         title = "Left out: what the law of the other sizes says, over what was found"
         table = _table(title, "model", "batch size", "learning rate")
         for t, left in checks:
             name = f"{label(t.architecture)} {quantity(left.parameters)}"
-            table.add_row(name, estimate_text(left.batch_tokens, 2), estimate_text(left.lr, 2))
+            table.add_row(name, estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f"))
         tables.append(table)
     return tables
 
@@ -173,7 +164,7 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
             for name, text in QUANTITIES.items():
                 law = f.law(approach, name)
                 if law is not None:
-                    row = estimate_text(law.prefactor), estimate_text(law.slope), str(law.points)
+                    row = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(law.points)
                     laws.add_row(f"{label(f.architecture)}, {title}: {text}", *row)
                 elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
                     what = "L(C) − E" if name == "loss" else text
@@ -181,7 +172,7 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
                     laws.add_row(f"{label(f.architecture)}, {title}: {what}", *row)
     found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
     for name in next((list(p) for p in found if p), ()):
-        parametric.add_row(name, *(estimate_text(p[name]) if p else "none" for p in found))
+        parametric.add_row(name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
     tables = [laws, *([parametric] if parametric.row_count else [])]
     if fit.comparisons:
         tables += _comparison_tables(fit)
@@ -203,14 +194,14 @@ def _comparison_tables(fit: ScalingFit) -> list[Table]:
             cells = (
                 f"{e.baseline:.4f}",
                 f"{e.other:.4f}",
-                estimate_text(d.estimate, sign=True),
+                estimate_text(d.estimate, "+.4f"),
                 "" if p is None else f"{p:.2g}",
             )
             exponents.add_row(f"{name}: {e.quantity}", *(cell.replace("-", "−") for cell in cells), differ)
         for s in c.savings:
             ratio = s.factor
             saved = f"{100 * (1 - ratio.value):.0f} %".replace("-", "−")
-            savings.add_row(name, f"{s.loss:.3f}", estimate_text(ratio, 3), saved)
+            savings.add_row(name, f"{s.loss:.3f}", estimate_text(ratio, ".3f"), saved)
         if c.problem:
             savings.add_row(name, "", c.problem, "")
     return [exponents, savings]

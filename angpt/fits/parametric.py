@@ -25,6 +25,8 @@ EFFICIENT = 1.345
 """Huber's δ in standard deviations, for 95 % of the efficiency of least squares under normal noise."""
 STARTS = 2000
 """Points that the search from many starts looks at; the rest join when it has found the valley."""
+APART = 0.05
+"""Standard deviation of log D at a given N that there must be."""
 WORK = 2_000_000
 """Bootstrap samples times points, at most."""
 
@@ -127,8 +129,10 @@ class Parametric:
         return bootstrap_interval(values, self.freedom)
 
     def parameters(self) -> dict[str, Estimate]:
-        e, a_, b_ = np.exp(self.theta[:, :3]).T
-        return dict(zip(NAMES, map(self.estimate, (e, a_, b_, self.theta[:, 3], self.theta[:, 4])), strict=True))
+        e, a_, b_ = (self.estimate(self.theta[:, i]).exp() for i in range(3))
+        return dict(
+            zip(NAMES, (e, a_, b_, self.estimate(self.theta[:, 3]), self.estimate(self.theta[:, 4])), strict=True)
+        )
 
     def exponents(self) -> dict[str, Floats]:
         """Of N_opt(C), of D_opt(C), and of L(C) − E, for all rows."""
@@ -142,7 +146,9 @@ class Parametric:
         """
         _, log_a, log_b, a, b = self.theta.T
         k, gamma = self.scale
-        n = (np.log(a / (gamma * b)) + log_a - log_b + b * (np.asarray(log_compute) - k)) / (a + gamma * b)
+        with np.errstate(invalid="ignore"):  # a sample with an exponent below zero has no optimum
+            ratio = np.log(a / (gamma * b))
+        n = (ratio + log_a - log_b + b * (np.asarray(log_compute) - k)) / (a + gamma * b)
         d = log_compute - k - gamma * n
         terms = np.stack([self.theta[:, 0], log_a - a * n, log_b - b * d])
         return n, d, np.logaddexp.reduce(terms, axis=0)
@@ -178,6 +184,11 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
             "sizes and three budgets at least"
         )
     log_n, log_d, y = np.log(sample.parameters), np.log(sample.tokens), sample.log_loss
+    apart = log_d - np.polyval(np.polyfit(log_n, log_d, 1), log_n)
+    if float(np.std(apart)) < APART:
+        return (
+            "tokens and parameters grow together, so their terms cannot be told apart; train sizes on several budgets"
+        )
     center_n, center_d = float(log_n.mean()), float(log_d.mean())
     n, d = log_n - center_n, log_d - center_d
     generator = np.random.default_rng(list(seed))
@@ -194,6 +205,9 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
         spread = 1.4826 * float(np.median(np.sort(np.abs(residual))[len(NAMES) :]))
         first = max(DELTA, EFFICIENT * spread)
         best, _ = minimise(best, n, d, y, first, 400)
+    if min(best[0, 3:]) <= 0:
+        what = "parameters" if best[0, 3] <= 0 else "tokens"
+        return f"the loss does not fall with more {what} (fitted exponents a = {best[0, 3]:.3g}, b = {best[0, 4]:.3g})"
     fitted, shares = predict(best, n, d)
     residual = y - fitted[0]
     slopes = jacobian(shares, n, d)[0]

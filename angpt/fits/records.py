@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from angpt.errors import UserError, nearest
+from angpt.studies.text import LABELS
 
 COLUMNS = {
     "architecture": "which model it is; `model` where the column is missing",
@@ -163,8 +164,13 @@ def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
         freedom += len(logs) - 1
         cells.append(Cell(replace(group[0], curve=_mean_curve(group)), mean, len(logs), lost[group[0].point]))
     deviation = math.sqrt(squares / freedom) if freedom else None
-    cells.sort(key=lambda c: (c.record.architecture, c.record.parameters, c.record.tokens))
+    known = list(LABELS)  # the columns of Table 1 first, in its order
+    cells.sort(key=lambda c: (*_rank(known, c.record.architecture), c.record.parameters, c.record.tokens))
     return Table(tuple(cells), diverged, deviation, freedom, tuple(notes))
+
+
+def _rank(known: Sequence[str], architecture: str) -> tuple[int, str]:
+    return known.index(architecture) if architecture in known else len(known), architecture
 
 
 def _mean_curve(group: Sequence[Record]) -> tuple[tuple[float, float], ...]:

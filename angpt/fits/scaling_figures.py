@@ -7,10 +7,11 @@ from typing import TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from angpt.fits.frontier import Frontier
 from angpt.fits.hparam_figures import draw_law, law_text
@@ -90,9 +91,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
                 _draw_optimum(ax, f, name, style[f.architecture])
             compute_axis(ax)
             ax.set_yscale("log")
-            ax.yaxis.set_major_locator(LogLocator(subs=(1,), numticks=8))
-            ax.yaxis.set_minor_locator(NullLocator())
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+            quantity_axis(ax.yaxis, *ax.get_ylim())
             ax.set(title="Parameters N_opt(C)" if name == "parameters" else "Tokens D_opt(C)")
             ax.set_ylabel("parameters" if name == "parameters" else "tokens")
         handles = [Line2D([], [], color=style[f.architecture].color, lw=2, label=label(f.architecture)) for f in having]
@@ -132,7 +131,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
 
 
 def _has_optimum(f: ArchitectureFit) -> bool:
-    return (isinstance(f.frontier, Frontier) and f.frontier.optimal) or isinstance(f.isoflop, IsoFlop)
+    return f.law("frontier", "parameters") is not None or isinstance(f.isoflop, IsoFlop)
 
 
 def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: Look) -> None:
@@ -168,8 +167,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
             for level in shown:
                 _draw_level(ax, level, DEPTH(norm(level.compute)))
             ax.set_xscale("log")
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
-            ax.xaxis.set_minor_locator(NullLocator())
+            quantity_axis(ax.xaxis, *ax.get_xlim())
             plain_log_axis(ax)
             _close_y(ax)
             ax.set(title=label(f.architecture), xlabel="parameters N", ylabel="validation loss")
@@ -206,7 +204,15 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
 
 def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
     pale = 0.35 if level.problem else 1.0
-    ax.plot(level.parameters, level.losses, "o", color=color, ms=3.5, alpha=pale, label=f"{level.compute:.1e}")
+    ax.plot(
+        level.parameters,
+        level.losses,
+        "o",
+        color=color,
+        ms=3.5,
+        alpha=pale,
+        label=f"{level.compute:.1e}".replace("e+", "e"),
+    )
     if level.vertex is not None:
         x = np.geomspace(*level.vertex.support, 80)
         y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
@@ -235,8 +241,7 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
                         rasterized=int(mine.sum()) > MANY)  # fmt: skip
                 ax.plot(d, np.exp(_law_at(law, math.log(size), np.log(d))), color=color, lw=1.3)
             ax.set_xscale("log")
-            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
-            ax.xaxis.set_minor_locator(NullLocator())
+            quantity_axis(ax.xaxis, *ax.get_xlim())
             plain_log_axis(ax)
             _close_y(ax)
             ax.set(title=label(f.architecture), xlabel="tokens D", ylabel="validation loss")
@@ -300,8 +305,8 @@ def savings(fit: ScalingFit) -> Chart | Absent:
         name="savings",
         title=title,
         caption=f"Compute that an architecture needs for a loss, over what {label(having[0].baseline)} needs, by the "
-        "laws of each approach, over the losses that both reached; below 1, the dashed line, it needs less. Bands: 95 % "
-        f"intervals. {fit.counting}.",
+        "laws of each approach and over the losses that both reached; below 1, the dashed line, it needs less. Bands: "
+        f"95 % intervals. {fit.counting}.",
         alt=f"Ratio of compute at equal loss. {'; '.join(words)}.",
         columns=("approach", "architecture", "loss", "factor", "low", "high"),
         rows=tuple(
@@ -328,13 +333,19 @@ def compute_axis(ax: Axes) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e+", "e")))
 
 
+def quantity_axis(axis: Axis, low: float, high: float) -> None:
+    """Counts on a logarithmic axis: 100M, 300M, 1B."""
+    axis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 300 else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+
+
 def _close_y(ax: Axes) -> None:
-    """A short logarithmic axis has few round numbers: label whatever steps there is room for."""
+    """A short logarithmic axis has few round numbers: label the steps of a linear one."""
     low, high = ax.get_ylim()
     if high / low < 2.5:
-        ticks = np.linspace(low, high, 6)[1:-1]
-        digits = max(1, 1 - math.floor(math.log10((high - low) / 5)))
-        ax.set_yticks(np.round(ticks, digits))
+        ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ax.set_yticks([t for t in ticks if low <= t <= high])
 
 
 def _alpha(count: int) -> float:
