@@ -19,18 +19,22 @@ from angpt.studies.text import label, listed, quantity
 
 EXCESS = 3.0
 """Per cent above the best loss from which grid points are drawn alike."""
+PANELS = 12
+"""Models drawn of many."""
 PALE = "#e4e6ea"
 
 
 def sweeps(fit: HparamFit) -> Chart:
     """Loss over learning rate, a panel for each model, a line for each batch size."""
-    batches = sorted({s.batch_tokens for size in fit.sizes for s in size.sweeps})
+    index = np.linspace(0, len(fit.sizes) - 1, min(PANELS, len(fit.sizes))).round().astype(int)
+    shown = [fit.sizes[i] for i in np.unique(index)]
+    batches = sorted({s.batch_tokens for size in shown for s in size.sweeps})
     places = np.linspace(0, 1, max(2, len(batches)))
     looks_of = {b: (DEPTH(x), MARKERS[i % 7]) for i, (b, x) in enumerate(zip(batches, places, strict=False))}
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(fit.sizes), narrow, columns=3, height=2.7)
-        for ax, size in zip(axes, fit.sizes, strict=True):
+        figure, axes = panels(len(shown), narrow, columns=3, height=2.7)
+        for ax, size in zip(axes, shown, strict=True):
             for sweep in size.sweeps:
                 _draw_sweep(ax, sweep, *looks_of[sweep.batch_tokens])
             ax.set_xscale("log")
@@ -55,8 +59,9 @@ def sweeps(fit: HparamFit) -> Chart:
         title="Hyper-parameter sweeps",
         caption="Validation loss over the learning rate, a line for each batch size (tokens per step). Points are "
         "runs, averaged over seeds; lines are the interpolation in logarithms; it is missing (dots alone) where the "
-        "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima.",
-        alt=f"Loss against learning rate in {len(fit.sizes)} panels, one per model. {found} of {total} sweeps have a "
+        "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima."
+        + ("" if len(shown) == len(fit.sizes) else f" Shown are {len(shown)} of {len(fit.sizes)} models."),
+        alt=f"Loss against learning rate in {len(shown)} panels, one per model. {found} of {total} sweeps have a "
         "minimum inside of their grid.",
         columns=("architecture", "parameters", "batch_tokens", "lr", "loss", "best_lr", "best_loss", "problem"),
         rows=tuple(

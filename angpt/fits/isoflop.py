@@ -8,6 +8,7 @@ vertex (delta method); their intervals are those of a regression over independen
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from angpt.fits.compute import Sample
 from angpt.fits.interpolate import edge
 from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
+from angpt.studies.text import plural
 
 SAME = 0.02
 """Part of the compute by which runs of one level differ at most."""
@@ -80,10 +82,9 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
     slope = float(np.polyfit(x, lowest, 1)[0])
     levels = tuple(fit_level(sample.take(g), slope) for g in groups)
     good = [(level.compute, level.vertex) for level in levels if level.vertex is not None]
+    notes = _problems(levels)
     if len(good) < 2:
-        problems = "; ".join(f"at {lev.compute:.2g} FLOPs {lev.problem}" for lev in levels if lev.problem)
-        return f"{len(good)} of {len(levels)} levels of compute have an optimum, two are needed ({problems})"
-    notes = [f"at {lev.compute:.3g} FLOPs {lev.problem}; the level is not used" for lev in levels if lev.problem]
+        return f"{len(good)} of {len(levels)} levels of compute have an optimum, two are needed ({'; '.join(notes)})"
     if len(good) == 2:
         notes.append("two levels fix the laws, but leave no interval")
     compute, vertices = [c for c, _ in good], [v for _, v in good]
@@ -100,6 +101,19 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
         tokens=fit_power_law(compute, [v.tokens for v in vertices], by_size),
         notes=tuple(notes),
     )
+
+
+def _problems(levels: Sequence[Level]) -> list[str]:
+    """Which levels are not used, and why."""
+    reasons: dict[str, list[str]] = {}
+    for level in levels:
+        if level.problem is not None:
+            reasons.setdefault(level.problem, []).append(f"{level.compute:.3g}")
+    return [
+        f"{plural(len(at), 'level')} not used, since {problem} (at {', '.join(at[:3])}"
+        f"{', …' if len(at) > 3 else ''} FLOPs)"
+        for problem, at in reasons.items()
+    ]
 
 
 def scattered(off: Floats, reach: Floats) -> str | None:

@@ -5,8 +5,9 @@ with Levenberg's damping and the analytic Jacobian, of many starts or bootstrap 
 squares to absolute values at δ = 0.001; where the noise is larger, nearly every point lies beyond that, which wastes
 data, so δ is 1.345 standard deviations of the noise if that is more.
 
-Intervals: a wild bootstrap. Each residual keeps its point and size (raised by the leverage of its point) and gets a
-random sign; the quantiles are widened by Student's t for the degrees of freedom.
+Intervals: a bootstrap of the residuals, shared out at random, each as large as it would be without its point in the fit
+(over one minus the leverage). So the noise of log L is taken to be alike at every size and budget, but for the number
+of seeds that were averaged. The quantiles are widened by Student's t for the degrees of freedom.
 """
 
 import math
@@ -212,12 +213,13 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
     residual = y - fitted[0]
     slopes = jacobian(shares, n, d)[0]
     leverage = np.einsum("ip,ij,jp->p", slopes, np.linalg.pinv(slopes @ slopes.T), slopes)
-    size = np.abs(residual) / (1 - np.minimum(leverage, 0.95))
+    noise = residual * np.sqrt(sample.seeds) / (1 - np.minimum(leverage, 0.95))
+    noise -= noise.mean()
     count = 0 if len(y) <= len(NAMES) else min(bootstrap, max(200, WORK // len(y)))
     samples = [best]
     for part in range(0, count, chunk := max(1, WORK // (10 * len(y)))):
-        signs = generator.choice([-1.0, 1.0], (min(chunk, count - part), len(y)))
-        samples.append(minimise(np.repeat(best, len(signs), axis=0), n, d, fitted + signs * size, first, 80)[0])
+        drawn = generator.choice(noise, (min(chunk, count - part), len(y))) / np.sqrt(sample.seeds)
+        samples.append(minimise(np.repeat(best, len(drawn), axis=0), n, d, fitted + drawn, first, 80)[0])
     theta = np.concatenate(samples)
     theta[:, 1] += theta[:, 3] * center_n
     theta[:, 2] += theta[:, 4] * center_d

@@ -106,10 +106,17 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
     for source in sources:
         if not source.exists():
             raise UserError(f"{source}: does not exist")
-        found = list(_folder_records(source, curves, seen) if source.is_dir() else _csv_records(source, notes))
-        if not found:
+        if source.is_dir():
+            folders = {path.resolve(): path for path in _run_folders(_runs_of(source))}
+            records += [_run_record(path, curves) for key, path in folders.items() if key not in seen]
+            seen |= set(folders)
+            empty = not folders
+        else:
+            found = list(_csv_records(source, notes))
+            records += found
+            empty = not found
+        if empty:
             raise UserError(f"{source}: holds no run")
-        records += found
     for name in needed:
         if missing := [r for r in records if r.status == "finished" and getattr(r, name) is None]:
             raise UserError(
@@ -182,12 +189,9 @@ def _mean_curve(group: Sequence[Record]) -> tuple[tuple[float, float], ...]:
     return tuple((t, math.exp(sum(math.log(c[t]) for c in curves) / len(curves))) for t in common)
 
 
-def _folder_records(folder: Path, curves: bool, seen: set[Path]) -> Iterator[Record]:
-    """Of a run folder, of a study, or of all run folders below a folder."""
-    for path in _run_folders(folder / "runs" if (folder / "study.toml").exists() else folder):
-        if path.resolve() not in seen:
-            seen.add(path.resolve())
-            yield _run_record(path, curves)
+def _runs_of(folder: Path) -> Path:
+    """Where the runs of a study are; beside them it may have tried others, on other data."""
+    return folder / "runs" if (folder / "study.toml").exists() else folder
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

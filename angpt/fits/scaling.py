@@ -150,7 +150,7 @@ def fit_architecture(table: Table, architecture: str, options: Options) -> Archi
         points, curve_of = sample, np.unique(sample.parameters, return_inverse=True)[1]
     frontier = fit_frontier(points, curve_of, options.bins, options.curves)
     isoflop = fit_isoflop(sample)
-    # A seed of its own for each architecture: the same signs would make their bootstrap samples depend on each other.
+    # A seed of its own for each architecture: the same draws would make their bootstrap samples depend on each other.
     seed = (options.seed, zlib.crc32(architecture.encode()))
     parametric = fit_parametric(sample, options.bootstrap, seed, options.huber)
     for approach, fit in (("frontier", frontier), ("isoflop", isoflop), ("parametric", parametric)):

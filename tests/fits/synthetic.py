@@ -90,7 +90,9 @@ def sweep_records(
                 lr = middle * 2.0**j
                 for s in range(seeds):
                     loss = math.exp(valley.log_loss(n, batch, lr) + noise * generator.standard_normal())
-                    record = Record("", name, float(n), 20.0 * n, loss, batch_tokens=batch, lr=lr, seed=str(s), **fields)
+                    record = Record(
+                        "", name, float(n), 20.0 * n, loss, batch_tokens=batch, lr=lr, seed=str(s), **fields
+                    )
                     records.append(record)
     return records
 
