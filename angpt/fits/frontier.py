@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angpt.fits.compute import Sample
-from angpt.fits.isoflop import WINDOW, scattered
-from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
+from angpt.fits.isoflop import WINDOW, bent, scattered
+from angpt.fits.powerlaw import Floats, PowerLaw, bend, fit_power_law
 
 BINS = 1500
 SHARED = 2.0
@@ -212,9 +212,11 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
         notes.append("the minima span fewer than three steps from run to run: no intervals")
     groups = np.array_split(np.flatnonzero(chosen), blocks)
 
+    def mean(values: Floats) -> Floats:
+        return np.array([np.mean(values[group]) for group in groups])
+
     def law(y: Floats, variance: Floats) -> PowerLaw:
-        means = [np.array([np.mean(values[group]) for group in groups]) for values in (minima.log_compute, y, variance)]
-        fitted = fit_power_law(np.exp(means[0]), np.exp(means[1]), 1 / means[2])
+        fitted = fit_power_law(np.exp(mean(minima.log_compute)), np.exp(mean(y)), 1 / mean(variance))
         return dataclasses.replace(
             fitted,
             x=(math.exp(float(x.min())), math.exp(float(x.max()))),
@@ -223,6 +225,8 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
         )
 
     of_slope, of_loss = minima.variance
+    if ends := bend(np.exp(mean(minima.log_compute)), np.exp(mean(minima.log_loss))):
+        notes.append(bent(ends))
     size, tokens = None, None
     if optimal:
         size, tokens = law(minima.log_parameters, of_slope), law(minima.log_tokens, of_slope)

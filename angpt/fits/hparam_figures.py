@@ -87,7 +87,8 @@ def sweeps(fit: HparamFit) -> Chart:
 def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -> None:
     ax.plot(sweep.lrs, sweep.losses, marker, color=color, ms=4)
     curve = sweep.curve()
-    ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
+    if curve is None or curve.method == "parabola":  # which joins three of the points only
+        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
     if curve is not None:
         x = np.linspace(*curve.support, 200)
         ax.plot(np.exp(x), np.exp(curve(x)), color=color, lw=1.4)

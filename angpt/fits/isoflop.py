@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from angpt.fits.compute import Sample
 from angpt.fits.interpolate import edge
-from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
+from angpt.fits.powerlaw import Floats, PowerLaw, bend, fit_power_law
 from angpt.studies.text import plural
 
 SAME = 0.02
@@ -94,6 +94,8 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
     reach = np.log([level.parameters[-1] / level.parameters[0] for level in levels if level.vertex is not None]) / 2
     if problem := scattered(off, reach):
         return problem
+    if ends := bend(compute, [v.loss for v in vertices]):
+        notes.append(bent(ends))
     return IsoFlop(
         levels,
         loss=fit_power_law(compute, [v.loss for v in vertices], by_loss),
@@ -116,6 +118,13 @@ def _problems(levels: Sequence[Level]) -> list[str]:
     ]
 
 
+def bent(ends: tuple[float, float]) -> str:
+    return (
+        f"L(C) is no power law over this range: its exponent goes from {ends[0]:.3f} to {ends[1]:.3f}, as it does "
+        "above an irreducible loss; the one given is a mean, and the parametric fit has that loss"
+    ).replace("-", "−")
+
+
 def scattered(off: Floats, reach: Floats) -> str | None:
     """Why minima that lie so far `off` their law say little, where the sizes tried reach so far to either side.
 
@@ -126,8 +135,8 @@ def scattered(off: Floats, reach: Floats) -> str | None:
     if part <= SCATTER:
         return None
     return (
-        f"the minima scatter about their law by {part:.0%} of the range of sizes tried (half of it), so that noise and "
-        "the choice of sizes decide; train more sizes or seeds at each compute, or take the parametric fit"
+        f"the minima scatter about their law by {part:.0%} of half the range of sizes tried, so that noise and the "
+        "choice of sizes decide; train more sizes or seeds at each compute, or take the parametric fit"
     )
 
 

@@ -25,9 +25,11 @@ from angpt.studies.text import label, listed, quantity
 
 MANY = 1500
 """Points from which a cloud is drawn as pixels also in SVG files."""
-T = TypeVar("T")
 CURVES = 8
 """Sizes or levels drawn of many."""
+NEAR = 0.05
+"""Part by which a size may differ from one that is drawn, and still be drawn with it."""
+T = TypeVar("T")
 
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
@@ -81,7 +83,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
     title = "Compute-optimal model size and tokens"
     having = [f for f in fit.architectures if _has_optimum(f)]
     if not having:
-        return Absent(title, "At no compute were both a smaller and a larger model tried than the best one.")
+        return Absent(title, "There are no optima; the notes say why.")
     style = looks(f.architecture for f in fit.architectures)
 
     def draw(narrow: bool) -> Figure:
@@ -157,7 +159,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
     title = "IsoFLOP curves"
     having = [(f, f.isoflop) for f in fit.architectures if isinstance(f.isoflop, IsoFlop)]
     if not having:
-        return Absent(title, "The runs have no two levels of compute with three model sizes each.")
+        return Absent(title, f"{fit.architectures[0].isoflop}.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(len(having), narrow, columns=2, height=3.8)
@@ -225,7 +227,7 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
     title = "The parametric law"
     having = [(f, f.parametric) for f in fit.architectures if isinstance(f.parametric, Parametric)]
     if not having:
-        return Absent(title, "No architecture has enough sizes and budgets for five parameters.")
+        return Absent(title, f"{fit.architectures[0].parametric}.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(len(having), narrow, columns=2, height=3.8)
@@ -234,11 +236,10 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
             sizes = _some(np.unique(s.parameters).tolist())
             norm = LogNorm(sizes[0] / 1.01, sizes[-1] * 1.01)
             for size in sizes:
-                mine = s.parameters == size
+                mine = np.abs(np.log(s.parameters / size)) <= NEAR
                 color = DEPTH(norm(size))
                 d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
-                ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size),
-                        rasterized=int(mine.sum()) > MANY)  # fmt: skip
+                ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
                 ax.plot(d, np.exp(_law_at(law, math.log(size), np.log(d))), color=color, lw=1.3)
             ax.set_xscale("log")
             quantity_axis(ax.xaxis, *ax.get_xlim())
@@ -252,7 +253,8 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
     return Chart(
         name="parametric",
         title=title,
-        caption=f"Points are runs, lines the law L = E + A/Nᵃ + B/Dᵇ fitted to all sizes at once. {'. '.join(words)}.",
+        caption="Points are runs of these sizes (within 5 %), lines the law L = E + A/Nᵃ + B/Dᵇ fitted to all sizes at "
+        f"once. {'. '.join(words)}.",
         alt=f"Loss against tokens with a line for each model size. {'; '.join(words)}.",
         columns=("architecture", "parameter", "value", "low", "high"),
         rows=tuple(
@@ -343,7 +345,7 @@ def quantity_axis(axis: Axis, low: float, high: float) -> None:
 def _close_y(ax: Axes) -> None:
     """A short logarithmic axis has few round numbers: label the steps of a linear one."""
     low, high = ax.get_ylim()
-    if high / low < 2.5:
+    if high / low < 8:
         ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         ax.set_yticks([t for t in ticks if low <= t <= high])
 

@@ -159,7 +159,7 @@ def test_noise_that_decides_is_refused():
     y = np.log(LAW.loss(n, d)) + 0.005 * rng.standard_normal(5000)
     found = fit(Sample(n, d, 6 * n * d, y, np.ones(5000)))
     assert found.parameters is None
-    assert any("the choice of sizes decide" in note for note in found.notes)
+    assert any("noise and the choice of sizes decide" in note for note in found.notes)
 
 
 def test_curves_of_runs():

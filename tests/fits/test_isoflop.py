@@ -103,7 +103,7 @@ def test_what_cannot_be_fitted_is_said():
 
 
 def test_noise_that_decides_is_refused():
-    assert "the choice of sizes decide" in fit_isoflop(grid(LAW, np.geomspace(1e8, 1e9, 6), COMPUTES, 0.05))
+    assert "noise and the choice of sizes decide" in fit_isoflop(grid(LAW, np.geomspace(1e8, 1e9, 6), COMPUTES, 0.05))
 
 
 def test_several_runs_of_one_size_count_once():
