@@ -18,6 +18,7 @@ from angpt.config import SIZES, ModelConfig
 from angpt.data.commands import info, prepare
 from angpt.errors import UserError
 from angpt.evaluation.commands import evaluate
+from angpt.fits.commands import hparams, scaling
 from angpt.inference.commands import export_hf, fold_command, generate_command, import_hf
 from angpt.studies.commands import compare_command, report, study_plan, study_run, study_status
 from angpt.training.commands import train_command
@@ -153,6 +154,8 @@ def make_app(args: Sequence[str]) -> SubcommandApp:
     single("compare", compare_command(args if asked == "compare" else []))
     text = "Grids of runs from a file: run them, see how far they are, what they would cost."
     several("study", text, run=study_run, status=study_status, plan=study_plan)
+    text = "Laws from many runs: best batch size and learning rate over size, loss over compute."
+    several("fit", text, hparams=hparams, scaling=scaling)
     single("report", report)
     single("analyze", analyze)
     single("eval", evaluate)

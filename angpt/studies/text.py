@@ -14,8 +14,8 @@ def label(architecture: str) -> str:
 
 
 def quantity(number: float) -> str:
-    """A count with three digits and a unit: 400k, 1.5M, 2B."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+    """A count with three digits and a unit: 400k, 1.5M, 2B, 1T."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"

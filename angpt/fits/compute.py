@@ -1,0 +1,111 @@
+"""What counts as parameters and as compute: with or without embedding, head and attention, and in whose words."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from angpt.errors import UserError
+from angpt.fits.powerlaw import Floats
+from angpt.fits.records import COLUMNS, Cell, Count
+
+MERGE = 0.02
+"""Budgets of one model size within this part of each other are one budget: steps of different batch sizes rarely end
+at the same token."""
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How parameters and compute are counted."""
+
+    count: Count = "all"
+    attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count == "given" and self.attention:
+            raise UserError("--count given takes the compute as it is; leave out --attention")
+
+    def describe(self) -> str:
+        if self.count == "given":
+            return "N: all parameters; C: the FLOPs that the records state"
+        what = {
+            "all": "all parameters, embedding and head included",
+            "head": "parameters without the embedding, head included",
+            "none": "parameters without embedding and head",
+        }[self.count]
+        return f"N: {what}; C = {'(6·N + attention)' if self.attention else '6·N'}·D"
+
+    def of(self, cells: Sequence[Cell]) -> tuple[Floats, Floats]:
+        """N, and compute per token, of each cell."""
+        without = {"all": (), "head": ("embedding_parameters",), "none": ("embedding_parameters", "head_parameters")}
+        n = _column(cells, "parameters")
+        if self.count == "given":
+            return n, _column(cells, "flops") / _column(cells, "tokens")
+        for name in without[self.count]:
+            n = n - _column(cells, name)
+        if n.min() <= 0:
+            source = cells[int(n.argmin())].record.source
+            raise UserError(f"{source}: nothing is left of its parameters without embedding and head; see --count")
+        return n, 6 * n + (_column(cells, "attention_flops") if self.attention else 0.0)
+
+
+def _column(cells: Sequence[Cell], name: str) -> Floats:
+    values = [getattr(cell.record, name) for cell in cells]
+    if None in values:
+        source = cells[values.index(None)].record.source
+        raise UserError(f"{source}: has no {name} ({COLUMNS[name]}); choose another --count or leave out --attention")
+    return np.array(values, float)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The best complete run of one architecture at each model size and budget, as arrays."""
+
+    parameters: Floats
+    tokens: Floats
+    compute: Floats
+    log_loss: Floats
+    seeds: Floats
+    """Runs behind each log loss, which is their mean."""
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def take(self, index: Sequence[int] | NDArray[np.intp]) -> "Sample":
+        return Sample(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+
+def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list[str]]:
+    """Of the cells of one architecture; where several differ in batch, rate or other settings, the best of them."""
+    n, per_token = counting.of(cells)
+    tokens = _column(cells, "tokens")
+    loss = np.array([cell.log_loss for cell in cells])
+    order = np.lexsort((tokens, n))
+    best: list[int] = []
+    start = order[0]
+    for i in order:
+        if n[i] == n[start] and tokens[i] <= tokens[start] * (1 + MERGE) and best:
+            if loss[i] < loss[best[-1]]:
+                best[-1] = i
+        else:
+            start = i
+            best.append(i)
+    notes = []
+    if len(best) < len(cells):
+        notes.append(f"{len(cells):,} points share {len(best):,} pairs of size and budget; the best of each is taken")
+    seeds = np.array([float(cell.seeds) for cell in cells])
+    return Sample(n, tokens, per_token * tokens, loss, seeds).take(best), notes
+
+
+def make_curves(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, NDArray[np.intp]]:
+    """Every evaluation within the runs of one architecture, and the number of the run that each belongs to."""
+    n, per_token = counting.of(cells)
+    points = [(i, tokens, loss) for i, cell in enumerate(cells) for tokens, loss in cell.record.curve]
+    if not points:
+        raise UserError("the runs have no curves; leave out --curves, or give a CSV file with a column `run`")
+    run = np.array([p[0] for p in points])
+    tokens, loss = (np.array([p[i] for p in points]) for i in (1, 2))
+    seeds = np.array([float(cell.seeds) for cell in cells])[run]
+    _, curve = np.unique(run, return_inverse=True)
+    return Sample(n[run], tokens, per_token[run] * tokens, np.log(loss), seeds), curve

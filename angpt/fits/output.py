@@ -1,0 +1,207 @@
+"""What a fit says, for people and for programs: tables in the terminal, JSON in a file, figures in a folder."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from angpt.errors import UserError
+from angpt.fits.frontier import Frontier
+from angpt.fits.hparams import HparamFit
+from angpt.fits.isoflop import IsoFlop
+from angpt.fits.parametric import Parametric
+from angpt.fits.powerlaw import Estimate, PowerLaw
+from angpt.fits.scaling import APPROACHES, QUANTITIES, ArchitectureFit, ScalingFit
+from angpt.report.chart import Absent, Chart, write_chart
+from angpt.studies.text import label, quantity
+from angpt.system import write_atomically
+
+
+def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Chart | Absent]) -> list[str]:
+    """NAME.json and the figures with their captions into the folder `out`; what was written, and what not."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        written, captions = [], []
+        for chart in charts:
+            if isinstance(chart, Absent):
+                written.append(f"no figure {chart.title!r}: {chart.reason}")
+            else:
+                write_chart(chart, out)
+                captions.append(f"## {chart.title}\n\n![{chart.alt}]({chart.name}.svg)\n\n{chart.caption}\n")
+                written.append(f"figure: {out / chart.name}.png, .svg, and its numbers .csv")
+        write_atomically(out / f"{name}.md", "\n".join(captions))
+        write_atomically(out / f"{name}.json", json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"{out}: cannot be written to ({error}); choose another --out") from error
+    return [f"numbers: {out / name}.json", f"figures with captions: {out / name}.md", *written]
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: no arrays, no classes, null for what is not finite."""
+    if isinstance(value, PowerLaw):
+        return plain(value.summary())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def hparam_values(fit: HparamFit, source: str) -> dict[str, Any]:
+    return {"made_by": source, "notes": fit.notes, "trends": fit.trends, "sizes": fit.sizes}
+
+
+def scaling_values(fit: ScalingFit, source: str) -> dict[str, Any]:
+    return {
+        "made_by": source,
+        "counting": fit.counting,
+        "notes": fit.notes,
+        "architectures": {f.architecture: _architecture_values(f) for f in fit.architectures},
+        "comparisons": fit.comparisons,
+    }
+
+
+def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
+    values: dict[str, Any] = {"runs": len(f.sample), "sizes": np.unique(f.sample.parameters)}
+    if isinstance(f.frontier, Frontier):
+        m = f.frontier.minima
+        values["frontier"] = {
+            **{name: getattr(f.frontier, name) for name in ("loss", "parameters", "tokens", "blocks", "optimal")},
+            "minima": {
+                "compute": np.exp(m.log_compute),
+                "parameters": np.exp(m.log_parameters),
+                "tokens": np.exp(m.log_tokens),
+                "loss": np.exp(m.log_loss),
+                "edge": m.edge,
+                "used": m.used,
+            },
+        }
+    if isinstance(f.isoflop, IsoFlop):
+        values["isoflop"] = {name: getattr(f.isoflop, name) for name in ("loss", "parameters", "tokens", "levels")}
+    if isinstance(f.parametric, Parametric):
+        p = f.parametric
+        values["parametric"] = {
+            "parameters": p.parameters(),
+            "exponents": {QUANTITIES[name]: p.estimate(v) for name, v in p.exponents().items()},
+            "compute": {"k": p.scale[0], "gamma": p.scale[1]},
+            "huber_delta": p.delta,
+            "deviation_of_log": p.deviation,
+            "points": p.points,
+            "bootstrap_samples": len(p.theta) - 1,
+            "starts_that_agree": p.agreeing,
+            "starts": p.tried,
+        }
+    for name in APPROACHES:
+        if isinstance(reason := getattr(f, name), str):
+            values[name] = {"none": reason}
+    return values
+
+
+def estimate_text(value: Estimate, form: str = ".4f") -> str:
+    """0.4663 [0.4512, 0.4801]."""
+    if value.low is None or value.high is None:
+        return f"{value.value:{form}} (no interval)".replace("-", "−")
+    return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def hparam_tables(fit: HparamFit) -> list[Table]:
+    """Optima, laws, and the leave-one-out check."""
+    optima = _table("Optima", "model", "tokens", "batch tokens", "learning rate", "loss", "by")
+    for s in fit.sizes:
+        name = f"{label(s.architecture)} {quantity(s.parameters)}"
+        if s.optimum is None:
+            optima.add_row(name, quantity(s.tokens), "none", "none", "", "")
+        else:
+            o = s.optimum
+            optima.add_row(name, quantity(s.tokens), f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
+    tables = [optima]
+    if fit.trends:
+        laws = _table("Laws over the parameters N, with 95 % intervals", "law", "prefactor", "exponent", "sizes")
+        for t in fit.trends:
+            for name, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
+                exponent, sizes = estimate_text(law.slope), str(len(t.sizes))
+                laws.add_row(f"{label(t.architecture)} {name}", estimate_text(law.prefactor, ".4g"), exponent, sizes)
+        tables.append(laws)
+    if checks := [(t, left) for t in fit.trends for left in t.leave_one_out]:
+        title = "Left out: what the law of the other sizes says, over what was found"
+        table = _table(title, "model", "batch size", "learning rate")
+        for t, left in checks:
+            name = f"{label(t.architecture)} {quantity(left.parameters)}"
+            table.add_row(name, estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f"))
+        tables.append(table)
+    return tables
+
+
+def scaling_tables(fit: ScalingFit) -> list[Table]:
+    """Exponents by each approach, the parametric law, and the comparison."""
+    laws = _table(
+        "Power laws of the compute C, with 95 % intervals", "approach and law", "prefactor", "exponent", "points"
+    )
+    parametric = _table(
+        "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals", "", *(label(f.architecture) for f in fit.architectures)
+    )
+    for f in fit.architectures:
+        for approach, title in APPROACHES.items():
+            for name, text in QUANTITIES.items():
+                law = f.law(approach, name)
+                if law is not None:
+                    row = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(law.points)
+                    laws.add_row(f"{label(f.architecture)}, {title}: {text}", *row)
+                elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
+                    what = "L(C) − E" if name == "loss" else text
+                    row = "", estimate_text(p.estimate(p.exponents()[name])), str(p.points)
+                    laws.add_row(f"{label(f.architecture)}, {title}: {what}", *row)
+    found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
+    for name in next((list(p) for p in found if p), ()):
+        parametric.add_row(name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
+    tables = [laws, *([parametric] if parametric.row_count else [])]
+    if fit.comparisons:
+        tables += _comparison_tables(fit)
+    return tables
+
+
+def _comparison_tables(fit: ScalingFit) -> list[Table]:
+    base = label(fit.comparisons[0].baseline)
+    exponents = _table(
+        f"Are the exponents those of {base}?", "approach and law", base, "other", "difference", "p", "differ"
+    )
+    savings = _table(f"Compute over that of {base} at equal loss", "approach", "at loss", "ratio", "saved")
+    for c in fit.comparisons:
+        name = f"{label(c.other)}, {APPROACHES[c.approach]}"
+        for e in c.exponents:
+            d, p = e.difference, e.difference.p_value
+            known = d.estimate.low is not None and d.estimate.high is not None
+            differ = "unknown" if not known else "no" if d.estimate.covers(0.0) else "yes"
+            cells = (
+                f"{e.baseline:.4f}",
+                f"{e.other:.4f}",
+                estimate_text(d.estimate, "+.4f"),
+                "" if p is None else f"{p:.2g}",
+            )
+            exponents.add_row(f"{name}: {e.quantity}", *(cell.replace("-", "−") for cell in cells), differ)
+        for s in c.savings:
+            ratio = s.factor
+            saved = f"{100 * (1 - ratio.value):.0f} %".replace("-", "−")
+            savings.add_row(name, f"{s.loss:.3f}", estimate_text(ratio, ".3f"), saved)
+        if c.problem:
+            savings.add_row(name, "", c.problem, "")
+    return [exponents, savings]

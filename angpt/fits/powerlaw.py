@@ -1,0 +1,180 @@
+"""Power laws by regression of logarithms, with the intervals of the paper: delta method and Student's t.
+
+y = prefactor · x^exponent is a line in the logarithms. With n points the errors are estimated with n − 2 degrees of
+freedom; a quantity that depends on the two parameters through a gradient J has the variance J Cov Jᵀ.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+CONFIDENCE = 0.95
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval; no interval where the data leave no degree of freedom to estimate it."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @classmethod
+    def of(cls, value: float, error: float, freedom: float) -> Self:
+        if freedom <= 0:
+            return cls(value)
+        half = quantile(freedom) * error
+        return cls(value, value - half, value + half)
+
+    def exp(self) -> "Estimate":
+        """Of a quantity whose logarithm this is."""
+        low, high = (None if x is None else _exp(x) for x in (self.low, self.high))
+        return Estimate(_exp(self.value), low, high)
+
+    def covers(self, truth: float) -> bool:
+        return self.low is not None and self.high is not None and self.low <= truth <= self.high
+
+
+def quantile(freedom: float) -> float:
+    """Of Student's t, so that the two tails beyond it hold 5 %."""
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """y = exp(level) · (x / exp(center))^exponent. About the mean of log x, level and exponent are not correlated."""
+
+    center: float
+    level: float
+    exponent: float
+    level_error: float
+    """Standard errors of the two."""
+    exponent_error: float
+    freedom: int
+    deviation: float
+    """Standard deviation of log y about the line."""
+    x: tuple[float, float]
+    """The range of the points that it was fitted to."""
+    points: int
+
+    def log_at(self, x: float, new: bool = False) -> Estimate:
+        """log y at x with its interval; of a new point there rather than of the law if `new`."""
+        distance = math.log(x) - self.center
+        variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
+        return Estimate.of(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
+
+    def at(self, x: float, new: bool = False) -> Estimate:
+        return self.log_at(x, new).exp()
+
+    @property
+    def prefactor(self) -> Estimate:
+        return self.at(1.0)
+
+    @property
+    def slope(self) -> Estimate:
+        return Estimate.of(self.exponent, self.exponent_error, self.freedom)
+
+    def log_inverse(self, y: float) -> tuple[float, float]:
+        """log x at which the law reaches y, and its standard error."""
+        distance = (math.log(y) - self.level) / self.exponent
+        error = math.hypot(self.level_error, distance * self.exponent_error) / abs(self.exponent)
+        return self.center + distance, error
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "prefactor": self.prefactor,
+            "exponent": self.slope,
+            "points": self.points,
+            "freedom": self.freedom,
+            "deviation_of_log": self.deviation,
+            "range": self.x,
+        }
+
+
+def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> PowerLaw:
+    """By least squares of log y on log x, at least two different x. Weights are relative inverse variances."""
+    u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
+    w = np.ones_like(u) if weights is None else np.asarray(weights, float) / np.mean(np.asarray(weights, float))
+    center = float(np.average(u, weights=w))
+    spread = float(np.sum(w * (u - center) ** 2))
+    if len(u) < 2 or spread == 0:
+        raise ValueError("a power law needs two different x")
+    level = float(np.average(v, weights=w))
+    exponent = float(np.sum(w * (u - center) * v)) / spread
+    residuals = v - level - exponent * (u - center)
+    freedom = len(u) - 2
+    deviation = math.sqrt(float(np.sum(w * residuals**2)) / freedom) if freedom else 0.0
+    return PowerLaw(
+        center=center,
+        level=level,
+        exponent=exponent,
+        level_error=deviation / math.sqrt(float(np.sum(w))),
+        exponent_error=deviation / math.sqrt(spread),
+        freedom=freedom,
+        deviation=deviation,
+        x=(math.exp(float(u.min())), math.exp(float(u.max()))),
+        points=len(u),
+    )
+
+
+def bend(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> tuple[float, float] | None:
+    """Exponents at the lowest and highest x where a parabola of the logarithms is plainly better than a line.
+
+    That is at a probability below 1 % of so much bend if there were none. The exponent of the power law is a mean then,
+    and its interval knows nothing of what lies beyond.
+    """
+    u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
+    freedom = len(u) - 3
+    if freedom < 1:
+        return None
+    root = np.sqrt(np.ones_like(u) if weights is None else np.asarray(weights, float))
+    t = u - u.mean()
+    design = np.stack([np.ones_like(t), t, t**2], axis=1) * root[:, None]
+    inverse = np.linalg.pinv(design.T @ design)
+    _, slope, curve = inverse @ design.T @ (v * root)
+    residual = v * root - design @ (inverse @ design.T @ (v * root))
+    error = math.sqrt(float(residual @ residual) / freedom * inverse[2, 2])
+    rounding = abs(curve) * float(np.ptp(t)) ** 2 < 1e-6
+    if rounding or 2 * float(stats.t.sf(abs(curve) / error, freedom)) > 0.01:
+        return None
+    return float(slope + 2 * curve * t.min()), float(slope + 2 * curve * t.max())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two independent estimates, by Welch's test."""
+
+    estimate: Estimate
+    p_value: float | None
+    """Probability of a difference at least this large if there were none."""
+
+
+def welch(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Standard error and degrees of freedom of a sum of independent estimates (factor, error, degrees of freedom)."""
+    squares = [(factor * error) ** 2 for factor, error, _ in parts]
+    total = sum(squares)
+    below = sum(s**2 / freedom for s, (_, _, freedom) in zip(squares, parts, strict=True) if freedom > 0)
+    if any(freedom <= 0 for _, _, freedom in parts):
+        return math.sqrt(total), 0.0
+    return math.sqrt(total), total**2 / below if below else math.inf
+
+
+def difference(one: tuple[float, float, float], two: tuple[float, float, float]) -> Difference:
+    """two − one, each as (value, error, degrees of freedom)."""
+    error, freedom = welch([(1.0, one[1], one[2]), (1.0, two[1], two[2])])
+    value = two[0] - one[0]
+    if freedom <= 0:
+        return Difference(Estimate(value), None)
+    ratio = 0.0 if value == 0 else abs(value) / max(error, 1e-300)
+    return Difference(Estimate.of(value, error, freedom), 2 * float(stats.t.sf(ratio, freedom)))

@@ -1,0 +1,360 @@
+"""The figures of a scaling fit: loss over compute, optimal sizes and tokens, IsoFLOP curves, the parametric law, and
+the compute that one architecture saves."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from angpt.fits.frontier import Frontier
+from angpt.fits.hparam_figures import draw_law, law_text
+from angpt.fits.isoflop import IsoFlop, Level
+from angpt.fits.parametric import Parametric
+from angpt.fits.powerlaw import Floats
+from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, ScalingFit, saving
+from angpt.report.chart import Absent, Chart, Row
+from angpt.report.style import DEPTH, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.studies.text import label, listed, quantity
+
+MANY = 1500
+"""Points from which a cloud is drawn as pixels also in SVG files."""
+CURVES = 8
+"""Sizes or levels drawn of many."""
+NEAR = 0.05
+"""Part by which a size may differ from one that is drawn, and still be drawn with it."""
+T = TypeVar("T")
+
+
+def loss_over_compute(fit: ScalingFit) -> Chart:
+    """Every run, and the law of the compute-binned minima."""
+    style = looks(f.architecture for f in fit.architectures)
+
+    def draw(narrow: bool) -> Figure:
+        figure, (ax,) = panels(1, narrow, columns=1, height=4.6)
+        for f in fit.architectures:
+            look, s = style[f.architecture], f.sample
+            ax.plot(s.compute, np.exp(s.log_loss), look.marker, color=look.color, ms=4, alpha=_alpha(len(s)),
+                    mec="none", rasterized=len(s) > MANY, label=label(f.architecture))  # fmt: skip
+        for f in fit.architectures:
+            if isinstance(f.frontier, Frontier):
+                law = f.frontier.loss
+                draw_law(ax, law, np.geomspace(*law.x, 80), style[f.architecture].color,
+                         f"{label(f.architecture)}: {law_text(law, 'C')}")  # fmt: skip
+        compute_axis(ax)
+        plain_log_axis(ax)
+        _close_y(ax)
+        ax.set_ylabel("validation loss")
+        fold_legend(figure, ax, narrow)
+        return figure
+
+    laws = [
+        f"{label(f.architecture)}: L(C) = {law_text(f.frontier.loss, 'C')}"
+        for f in fit.architectures
+        if isinstance(f.frontier, Frontier)
+    ]
+    bounds = [label(f.architecture) for f in fit.architectures if not getattr(f.frontier, "optimal", True)]
+    extra = f" For {listed(bounds)} it is that of the best runs made, not of optima." if bounds else ""
+    return Chart(
+        name="loss",
+        title="Loss over compute",
+        caption="Each point is a complete run, the best at its size and budget. Dashed: the power law of the lowest "
+        f"loss at each compute, with its 95 % band.{extra} {fit.counting}.",
+        alt=f"Validation loss against training compute on logarithmic axes. {'; '.join(laws) or 'No law.'}",
+        columns=("architecture", "parameters", "tokens", "compute", "loss"),
+        rows=tuple(
+            (f.architecture, float(n), float(d), float(c), math.exp(y))
+            for f in fit.architectures
+            for s in [f.sample]
+            for n, d, c, y in zip(s.parameters, s.tokens, s.compute, s.log_loss, strict=True)
+        ),
+        draw=draw,
+    )
+
+
+def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
+    """N_opt(C) and D_opt(C) by all three approaches."""
+    title = "Compute-optimal model size and tokens"
+    having = [f for f in fit.architectures if _has_optimum(f)]
+    if not having:
+        return Absent(title, "There are no optima; the notes say why.")
+    style = looks(f.architecture for f in fit.architectures)
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2, narrow, columns=2, height=3.9)
+        for ax, name in zip(axes, ("parameters", "tokens"), strict=True):
+            for f in having:
+                _draw_optimum(ax, f, name, style[f.architecture])
+            compute_axis(ax)
+            ax.set_yscale("log")
+            quantity_axis(ax.yaxis, *ax.get_ylim())
+            ax.set(title="Parameters N_opt(C)" if name == "parameters" else "Tokens D_opt(C)")
+            ax.set_ylabel("parameters" if name == "parameters" else "tokens")
+        handles = [Line2D([], [], color=style[f.architecture].color, lw=2, label=label(f.architecture)) for f in having]
+        handles += [
+            Line2D([], [], color=INK, marker=".", ls="--", lw=1.4, label="compute-binned minima and law"),
+            Line2D([], [], color=INK, marker="D", mfc="white", ls="none", ms=5, label="IsoFLOP minima"),
+            Line2D([], [], color=INK, ls=":", lw=1.4, label="parametric fit"),
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 5)
+        return figure
+
+    words = []
+    rows: list[Row] = []
+    for f in having:
+        for approach in ("frontier", "isoflop"):
+            n, d = f.law(approach, "parameters"), f.law(approach, "tokens")
+            if n is not None and d is not None:
+                rows += [(f.architecture, approach, q, law.prefactor.value, law.exponent, law.slope.low, law.slope.high)
+                         for q, law in (("N_opt", n), ("D_opt", d))]  # fmt: skip
+                if approach == "frontier":
+                    text = f"N_opt = {law_text(n, 'C')}, D_opt = {law_text(d, 'C')}"
+                    words.append(f"{label(f.architecture)}: {text}")
+        if isinstance(f.parametric, Parametric):
+            for q, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
+                e = f.parametric.estimate(f.parametric.exponents()[name])
+                rows.append((f.architecture, "parametric", q, None, e.value, e.low, e.high))
+    return Chart(
+        name="optimal",
+        title=title,
+        caption="Best number of parameters and of tokens at each compute, where a smaller and a larger model were "
+        f"tried. Bands: 95 % intervals of the law of the binned minima. {'. '.join(words)}. {fit.counting}.",
+        alt=f"Two panels on logarithmic axes: optimal parameters and tokens against compute. {'; '.join(words)}.",
+        columns=("architecture", "approach", "quantity", "prefactor", "exponent", "low", "high"),
+        rows=tuple(rows),
+        draw=draw,
+    )
+
+
+def _has_optimum(f: ArchitectureFit) -> bool:
+    return f.law("frontier", "parameters") is not None or isinstance(f.isoflop, IsoFlop)
+
+
+def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: Look) -> None:
+    law = f.law("frontier", name)
+    if isinstance(f.frontier, Frontier) and law is not None:
+        minima = f.frontier.minima
+        some = np.flatnonzero(minima.used)
+        some = some[np.linspace(0, len(some) - 1, min(60, len(some))).astype(int)]
+        values = minima.log_parameters if name == "parameters" else minima.log_tokens
+        ax.plot(np.exp(minima.log_compute[some]), np.exp(values[some]), ".", color=look.color, ms=4, alpha=0.6)
+        draw_law(ax, law, np.geomspace(law.x[0] / 1.5, law.x[1] * 1.5, 60), look.color)
+    if isinstance(f.isoflop, IsoFlop):
+        at = [(lev.compute, getattr(lev.vertex, name)) for lev in f.isoflop.levels if lev.vertex is not None]
+        ax.plot(*zip(*at, strict=True), "D", mec=look.color, mfc="white", mew=1.4, ms=5.5, zorder=6)
+    if isinstance(f.parametric, Parametric):
+        x = np.log(np.geomspace(*f.parametric.compute, 40))
+        y = [f.parametric.log_optimum(c)[0 if name == "parameters" else 1][0] for c in x]
+        ax.plot(np.exp(x), np.exp(y), ":", color=look.color, lw=1.5)
+
+
+def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
+    """Loss over size at each level of compute."""
+    title = "IsoFLOP curves"
+    having = [(f, f.isoflop) for f in fit.architectures if isinstance(f.isoflop, IsoFlop)]
+    if not having:
+        return Absent(title, f"{fit.architectures[0].isoflop}.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
+        for ax, (f, iso) in zip(axes, having, strict=True):
+            shown = _some(iso.levels)
+            norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
+            for level in shown:
+                _draw_level(ax, level, DEPTH(norm(level.compute)))
+            ax.set_xscale("log")
+            quantity_axis(ax.xaxis, *ax.get_xlim())
+            plain_log_axis(ax)
+            _close_y(ax)
+            ax.set(title=label(f.architecture), xlabel="parameters N", ylabel="validation loss")
+            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="FLOPs", fontsize=8, title_fontsize=8)
+        return figure
+
+    return Chart(
+        name="isoflop",
+        title=title,
+        caption="Loss over model size at equal compute. Points are runs; lines are the parabolas in logarithms, drawn "
+        "over the sizes that shaped them, diamonds their vertices. Pale levels have their best run at the smallest or "
+        f"largest size, and no optimum. {fit.counting}.",
+        alt="Loss against model size, a parabola for each level of compute: "
+        + "; ".join(f"{label(f.architecture)} {len(iso.levels)} levels" for f, iso in having)
+        + ".",
+        columns=("architecture", "compute", "parameters", "loss", "optimal_parameters", "optimal_tokens", "problem"),
+        rows=tuple(
+            (
+                f.architecture,
+                lev.compute,
+                float(n),
+                float(y),
+                *(getattr(v, k, None) for k in ("parameters", "tokens")),
+                lev.problem,
+            )
+            for f, iso in having
+            for lev in iso.levels
+            for v in [lev.vertex]
+            for n, y in zip(lev.parameters, lev.losses, strict=True)
+        ),
+        draw=draw,
+    )
+
+
+def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
+    pale = 0.35 if level.problem else 1.0
+    ax.plot(
+        level.parameters,
+        level.losses,
+        "o",
+        color=color,
+        ms=3.5,
+        alpha=pale,
+        label=f"{level.compute:.1e}".replace("e+", "e"),
+    )
+    if level.vertex is not None:
+        x = np.geomspace(*level.vertex.support, 80)
+        y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
+        ax.plot(x, np.exp(y), color=color, lw=1.3)
+        ax.plot(level.vertex.parameters, level.vertex.loss, "D", color=color, mec=INK, mew=0.8, ms=5.5, zorder=5)
+
+
+def parametric_law(fit: ScalingFit) -> Chart | Absent:
+    """Loss over tokens for each size, and the parametric law through them."""
+    title = "The parametric law"
+    having = [(f, f.parametric) for f in fit.architectures if isinstance(f.parametric, Parametric)]
+    if not having:
+        return Absent(title, f"{fit.architectures[0].parametric}.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
+        for ax, (f, law) in zip(axes, having, strict=True):
+            s = f.sample
+            sizes = _some(np.unique(s.parameters).tolist())
+            norm = LogNorm(sizes[0] / 1.01, sizes[-1] * 1.01)
+            for size in sizes:
+                mine = np.abs(np.log(s.parameters / size)) <= NEAR
+                color = DEPTH(norm(size))
+                d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
+                ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
+                ax.plot(d, np.exp(_law_at(law, math.log(size), np.log(d))), color=color, lw=1.3)
+            ax.set_xscale("log")
+            quantity_axis(ax.xaxis, *ax.get_xlim())
+            plain_log_axis(ax)
+            _close_y(ax)
+            ax.set(title=label(f.architecture), xlabel="tokens D", ylabel="validation loss")
+            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
+        return figure
+
+    words = [f"{label(f.architecture)}: {parametric_text(law)}" for f, law in having]
+    return Chart(
+        name="parametric",
+        title=title,
+        caption="Points are runs of these sizes (within 5 %), lines the law L = E + A/Nᵃ + B/Dᵇ fitted to all sizes at "
+        f"once. {'. '.join(words)}.",
+        alt=f"Loss against tokens with a line for each model size. {'; '.join(words)}.",
+        columns=("architecture", "parameter", "value", "low", "high"),
+        rows=tuple(
+            (f.architecture, name, e.value, e.low, e.high) for f, law in having for name, e in law.parameters().items()
+        ),
+        draw=draw,
+    )
+
+
+def _law_at(law: Parametric, n: float, d: Floats) -> Floats:
+    e, log_a, log_b, a, b = law.theta[0]
+    return np.logaddexp.reduce([np.full_like(d, e), np.full_like(d, log_a - a * n), log_b - b * d])
+
+
+def parametric_text(law: Parametric) -> str:
+    e, a_, b_, a, b = (estimate.value for estimate in law.parameters().values())
+    return f"L = {e:.3g} + {a_:.3g}/N^{a:.3f} + {b_:.3g}/D^{b:.3f}"
+
+
+def savings(fit: ScalingFit) -> Chart | Absent:
+    """Compute over the baseline's at equal loss."""
+    title = "Compute at equal loss"
+    having = [c for c in fit.comparisons if c.savings]
+    if not having:
+        return Absent(title, "There are no two architectures that reached a common loss.")
+    shown: list[Approach] = [a for a in APPROACHES if any(c.approach == a for c in having)]
+    style = looks(f.architecture for f in fit.architectures)
+    curves = [(c, _saving_curve(fit, c)) for c in having]
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(shown), narrow, columns=3, height=3.3, sharey=not narrow)
+        for ax, approach in zip(axes, shown, strict=True):
+            for c, (x, y, low, high) in curves:
+                if c.approach == approach:
+                    color = style[c.other].color
+                    ax.plot(x, y, color=color, lw=1.8, label=label(c.other))
+                    ax.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
+            ax.axhline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
+            ax.invert_xaxis()
+            ax.set(title=APPROACHES[approach][0].upper() + APPROACHES[approach][1:], xlabel="validation loss")
+        axes[0].set_ylabel(f"compute over that of {label(having[0].baseline)}")
+        fold_legend(figure, axes[0], narrow)
+        return figure
+
+    words = [
+        f"{label(c.other)} at loss {c.savings[1].loss:.3g} {c.savings[1].factor.value:.2f} ({APPROACHES[c.approach]})"
+        for c in having
+    ]
+    return Chart(
+        name="savings",
+        title=title,
+        caption=f"Compute that an architecture needs for a loss, over what {label(having[0].baseline)} needs, by the "
+        "laws of each approach and over the losses that both reached; below 1, the dashed line, it needs less. Bands: "
+        f"95 % intervals. {fit.counting}.",
+        alt=f"Ratio of compute at equal loss. {'; '.join(words)}.",
+        columns=("approach", "architecture", "loss", "factor", "low", "high"),
+        rows=tuple(
+            (c.approach, c.other, *map(float, row)) for c, columns in curves for row in zip(*columns, strict=True)
+        ),
+        draw=draw,
+    )
+
+
+def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
+    """Losses, ratios, and the ends of their intervals."""
+    one, two = fit.of(c.baseline), fit.of(c.other)
+    ranges = [r for f in (one, two) if (r := f.losses(c.approach)) is not None]
+    x = np.geomspace(max(r[0] for r in ranges), min(r[1] for r in ranges), 41)[1:-1]
+    found = [saving(one, two, c.approach, float(loss)) for loss in x]
+    ends = [[math.nan if v is None else v for v in (e.value, e.low, e.high)] for e in found]
+    return x, *np.array(ends).T
+
+
+def compute_axis(ax: Axes) -> None:
+    ax.set_xscale("log")
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xlabel("training compute C (FLOPs)")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e+", "e")))
+
+
+def quantity_axis(axis: Axis, low: float, high: float) -> None:
+    """Counts on a logarithmic axis: 100M, 300M, 1B."""
+    axis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 300 else (1,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+
+
+def _close_y(ax: Axes) -> None:
+    """A short logarithmic axis has few round numbers: label the steps of a linear one."""
+    low, high = ax.get_ylim()
+    if high / low < 8:
+        ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ax.set_yticks([t for t in ticks if low <= t <= high])
+
+
+def _alpha(count: int) -> float:
+    return max(0.15, min(0.75, 40 / math.sqrt(count) / 3))
+
+
+def _some(items: Sequence[T]) -> list[T]:
+    """At most CURVES of them, evenly, the first and the last included."""
+    index = np.unique(np.linspace(0, len(items) - 1, min(CURVES, len(items))).round().astype(int))
+    return [items[i] for i in index]

@@ -1,0 +1,112 @@
+"""Studies with a planted truth: a loss surface with known optima and exponents, with or without noise."""
+
+import csv
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from angpt.fits.records import Record
+
+
+@dataclass(frozen=True)
+class Law:
+    """L = E + A/Nᵃ + B/Dᵇ."""
+
+    E: float = 1.69
+    A: float = 406.4
+    B: float = 410.7
+    a: float = 0.34
+    b: float = 0.28
+
+    def loss(self, n, d):
+        return self.E + self.A * n**-self.a + self.B * d**-self.b
+
+    @property
+    def exponents(self) -> dict[str, float]:
+        total = self.a + self.b
+        return {"parameters": self.b / total, "tokens": self.a / total, "loss": -self.a * self.b / total}
+
+
+def isoflop_records(
+    law: Law, sizes: Iterable[float], computes: Iterable[float], noise: float = 0.0, seed: int = 0, name: str = "angpt"
+) -> list[Record]:
+    """Every size at every compute, C = 6·N·D."""
+    generator = np.random.default_rng(seed)
+    records = []
+    for compute in computes:
+        for n in sizes:
+            d = compute / (6 * n)
+            loss = law.loss(n, d) * math.exp(noise * generator.standard_normal())
+            records.append(Record(f"run-{len(records)}", name, float(n), float(d), float(loss)))
+    return records
+
+
+@dataclass(frozen=True)
+class Valley:
+    """log loss = that of the size + a valley over log batch + a valley over log rate, whose floor follows the batch."""
+
+    batch: tuple[float, float] = (2e5, 0.5)
+    """Best batch at 100M parameters, and its exponent."""
+    lr: tuple[float, float] = (5e-3, -0.2)
+    coupling: float = 0.5
+    """Exponent with which the best rate rises with the batch."""
+    steepness: tuple[float, float] = (0.012, 0.03)
+
+    def best(self, n: float) -> tuple[float, float]:
+        return self.batch[0] * (n / 1e8) ** self.batch[1], self.lr[0] * (n / 1e8) ** self.lr[1]
+
+    def log_loss(self, n: float, batch: float, lr: float) -> float:
+        best_batch, best_lr = self.best(n)
+        u = math.log(batch / best_batch)
+        v = math.log(lr / best_lr) - self.coupling * u
+        return math.log(2 + 2 * (n / 1e8) ** -0.15) + self.steepness[0] * u**2 + self.steepness[1] * v**2
+
+
+def sweep_records(
+    valley: Valley,
+    sizes: Sequence[float],
+    noise: float = 0.0,
+    seed: int = 0,
+    batches: int = 5,
+    rates: int = 5,
+    seeds: int = 1,
+    name: str = "angpt",
+    **fields: Any,
+) -> list[Record]:
+    """Grids of powers of two about the optimum of each size, as a study that extends its grids would leave them."""
+    generator = np.random.default_rng(seed)
+    records = []
+    for n in sizes:
+        best_batch, best_lr = valley.best(n)
+        center = 2.0 ** round(math.log2(best_batch))
+        for i in range(-(batches // 2), batches - batches // 2):
+            batch = center * 2.0**i
+            middle = 2.0 ** round(math.log2(best_lr * (batch / best_batch) ** valley.coupling))
+            for j in range(-(rates // 2), rates - rates // 2):
+                lr = middle * 2.0**j
+                for s in range(seeds):
+                    loss = math.exp(valley.log_loss(n, batch, lr) + noise * generator.standard_normal())
+                    record = Record(
+                        "", name, float(n), 20.0 * n, loss, batch_tokens=batch, lr=lr, seed=str(s), **fields
+                    )
+                    records.append(record)
+    return records
+
+
+def write_csv(path: Path, records: Iterable[Record], shuffle: int | None = None) -> Path:
+    """The records with the columns that they have."""
+    records = list(records)
+    if shuffle is not None:
+        np.random.default_rng(shuffle).shuffle(records)  # type: ignore[arg-type]
+    names = ["architecture", "parameters", "tokens", "loss", "batch_tokens", "lr", "seed", "settings", "flops"]
+    names = [n for n in names if any(getattr(r, n) not in (None, "") for r in records)]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(names)
+        for r in records:
+            writer.writerow(["" if (v := getattr(r, n)) is None else v for n in names])
+    return path

@@ -1,0 +1,176 @@
+import dataclasses
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from angpt.cli import main
+from tests.fits.synthetic import Law, Valley, isoflop_records, sweep_records, write_csv
+from tests.fits.test_records import make_run
+
+MODELS = [32e6, 62e6, 127e6, 247e6, 506e6]
+SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)
+
+
+def run(capsys, *args):
+    code = 0
+    try:
+        main([str(a) for a in args])
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, " ".join(captured.out.split()), " ".join(captured.err.split())
+
+
+def sweeps(tmp_path, **options):
+    records = sweep_records(Valley(), MODELS, 0.001, **options)
+    records += sweep_records(Valley(lr=(3e-3, -0.36)), MODELS, 0.001, 1, rates=4, name="gpt+")
+    return write_csv(tmp_path / "sweeps.csv", records, shuffle=0)
+
+
+def test_hparams(tmp_path, capsys):
+    out = tmp_path / "out"
+    code, text, _ = run(
+        capsys, "fit", "hparams", sweeps(tmp_path), "--out", out, "--write-rules", tmp_path / "rules.toml"
+    )
+    assert code == 0
+    for words in ("anGPT 506M", "GPT+ lr*(N)", "Left out", "rule: ", "fewer rates than Akima's"):
+        assert words in text
+    result = json.loads((out / "hparams.json").read_text())
+    assert {t["architecture"] for t in result["trends"]} == {"gpt+", "angpt"}
+    angpt = next(t for t in result["trends"] if t["architecture"] == "angpt")
+    low, high = (angpt["lr"]["exponent"][k] for k in ("low", "high"))
+    assert low < -0.2 < high
+    assert len(result["sizes"]) == 10
+    names = {p.name for p in out.iterdir()}
+    assert names == {
+        "hparams.json",
+        "hparams.md",
+        *(f"{n}.{e}" for n in ("sweeps", "trends") for e in ("png", "svg", "csv")),
+    }
+    captions = (out / "hparams.md").read_text()
+    assert "Diamonds: the two-stage estimates" in captions
+    assert "lr = " in (tmp_path / "rules.toml").read_text()
+
+
+def test_scaling(tmp_path, capsys):
+    records = isoflop_records(Law(), SIZES, COMPUTES, 0.002, 0, "gpt+")
+    records += isoflop_records(Law(A=380, B=380), SIZES, COMPUTES, 0.002, 1, "angpt")
+    diverged = dataclasses.replace(records[0], loss=math.nan)
+    out = tmp_path / "out"
+    source = write_csv(tmp_path / "x.csv", [*records, diverged, records[5]], shuffle=1)
+    code, text, _ = run(capsys, "fit", "scaling", source, "--out", out, "--bootstrap", 100)
+    assert code == 0
+    for words in (
+        "C = 6·N·D",
+        "1 of 162 runs diverged",
+        "1 runs are copies",
+        "Compute over that of GPT+ at equal loss",
+    ):
+        assert words in text
+    result = json.loads((out / "scaling.json").read_text())
+    for name in ("gpt+", "angpt"):
+        fit = result["architectures"][name]
+        for approach in ("frontier", "isoflop"):
+            assert fit[approach]["parameters"]["exponent"]["value"] == pytest.approx(0.4516, abs=0.03)
+        assert fit["parametric"]["parameters"]["b"]["value"] == pytest.approx(0.28, abs=0.01)
+        assert len(fit["frontier"]["minima"]["compute"]) == len(fit["frontier"]["minima"]["used"])
+    assert len(result["comparisons"]) == 3
+    figures = ("loss", "optimal", "isoflop", "parametric", "savings")
+    assert {p.name for p in out.glob("*.svg")} == {f"{name}.svg" for name in figures}
+    assert (out / "savings.csv").read_text().startswith("approach,architecture,loss,factor,low,high\nfrontier,angpt,")
+
+
+def test_scaling_of_the_papers_design(tmp_path, capsys):
+    """A few sizes with budgets from half to five times Chinchilla's: too few at each compute for an optimum."""
+    law, records = Law(), []
+    for n in [*MODELS, 1073e6]:
+        for m in (0.5, 1, 2, 5):
+            records += isoflop_records(law, [n], [6 * n * 20 * m * n], 0.002, len(records))
+    code, text, _ = run(
+        capsys, "fit", "scaling", write_csv(tmp_path / "x.csv", records), "--out", tmp_path, "--bootstrap", 50
+    )
+    assert code == 0
+    assert "no N_opt(C), no D_opt(C), and L(C) is that of the best runs made, an upper bound" in text
+    assert "no figure 'Compute-optimal model size and tokens'" in text
+    result = json.loads((tmp_path / "scaling.json").read_text())["architectures"]["angpt"]
+    assert result["frontier"]["parameters"] is None
+    assert result["isoflop"]["none"].startswith("no level of compute")
+    assert result["parametric"]["exponents"]["N_opt(C)"]["value"] == pytest.approx(0.4516, abs=0.05)
+
+
+def test_folders_and_files_together(tmp_path, capsys):
+    """Runs of this package, of which the smallest are in folders."""
+    for i, d in enumerate((16, 32, 48)):
+        make_run(tmp_path / "runs" / f"a{d}", loss=4.0 - 0.5 * i, d_model=d)
+    code, text, _ = run(
+        capsys, "fit", "scaling", tmp_path / "runs", "--out", tmp_path / "out", "--curves", "--count", "none"
+    )
+    assert code == 0
+    assert "N: parameters without embedding and head; C = 6·N·D" in text
+    assert "minima over 6 evaluations within runs" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("hparams",), "name study folders, run folders or CSV files"),
+        (("hparams", "nothing.csv"), "nothing.csv: does not exist"),
+        (("hparams", "{file}", "--multiple", "-1"), "--multiple -1.0: must be positive"),
+        (("hparams", "{file}", "--architectures", "gpt"), "none of the runs is of this architecture: did you mean"),
+        (("scaling", "{file}", "--count", "head"), "has no embedding_parameters"),
+        (("scaling", "{file}", "--count", "given", "--attention"), "leave out --attention"),
+        (("scaling", "{file}", "--curves"), "the runs have no curves"),
+        (("scaling", "{file}", "--out", "{file}"), "cannot be written to"),
+        (("scaling", "{file}", "--count", "some"), "--count"),
+    ],
+)  # fmt: skip
+def test_mistakes_exit_with_2(tmp_path, capsys, args, message):
+    file = str(sweeps(tmp_path))
+    code, out, err = run(capsys, "fit", *(a.replace("{file}", file) for a in args))
+    assert code == 2
+    assert message in out + err
+    assert "Traceback" not in err
+
+
+def many_records():
+    records = []
+    for i, (name, law) in enumerate((("gpt+", Law()), ("angpt", Law(A=380, B=380)))):
+        for seed in range(2):
+            made = isoflop_records(
+                law, np.geomspace(1e7, 5e9, 50), np.geomspace(1e18, 1e22, 50), 0.003, 2 * i + seed, name
+            )
+            records += [dataclasses.replace(r, seed=str(seed)) for r in made]
+    return records
+
+
+def scattered_records():
+    rng = np.random.default_rng(0)
+    records = []
+    for name, law in (("gpt+", Law()), ("angpt", Law(A=380, B=380))):
+        for n, ratio in zip(np.exp(rng.uniform(16, 22, 5000)), np.exp(rng.uniform(1, 5, 5000)), strict=True):
+            records += isoflop_records(law, [n], [6 * n * ratio * n], 0.003, int(n), name)
+    return records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [many_records, scattered_records])
+def test_ten_thousand_runs_in_half_a_minute(tmp_path, capsys, make):
+    source = write_csv(tmp_path / "x.csv", make(), shuffle=0)
+    start = time.perf_counter()
+    code, _, _ = run(capsys, "fit", "scaling", source, "--out", tmp_path)
+    assert code == 0
+    assert time.perf_counter() - start < 30
+    sizes = list(np.geomspace(2e7, 2e9, 20))
+    records = [
+        r
+        for i, n in enumerate(("gpt+", "ngpt", "angpt"))
+        for r in sweep_records(Valley(), sizes, 0.002, i, 10, 10, 2, n)
+    ]
+    source = write_csv(tmp_path / "h.csv", records[:10_000], shuffle=0)
+    start = time.perf_counter()
+    code, _, _ = run(capsys, "fit", "hparams", source, "--out", tmp_path)
+    assert code == 0
+    assert time.perf_counter() - start < 30

@@ -1,0 +1,239 @@
+import dataclasses
+import math
+import tomllib
+
+import numpy as np
+import pytest
+
+from angpt.config import from_dict
+from angpt.errors import UserError
+from angpt.fits.hparams import fit_hparams, fit_sweep
+from angpt.fits.records import average
+from angpt.fits.rules import RULES, write_rules
+from angpt.training.plan import Rule
+from tests.fits.synthetic import Valley, sweep_records
+
+SIZES = [32e6, 62e6, 127e6, 247e6, 506e6]
+VALLEY = Valley()
+
+
+def fit(records, **options):
+    return fit_hparams(average(records), **options)
+
+
+def trend(found, architecture="angpt"):
+    return next(t for t in found.trends if t.architecture == architecture)
+
+
+def optima(found):
+    return [size.optimum for size in found.sizes]
+
+
+@pytest.mark.parametrize(("batches", "rates", "method"), [(5, 5, "akima"), (7, 6, "akima"), (3, 3, "parabola")])
+def test_the_planted_laws_without_noise(batches, rates, method):
+    found = fit(sweep_records(VALLEY, SIZES, batches=batches, rates=rates))
+    law = trend(found)
+    assert law.batch_tokens.exponent == pytest.approx(VALLEY.batch[1], abs=0.01)
+    assert law.lr.exponent == pytest.approx(VALLEY.lr[1], abs=0.01)
+    assert law.batch_tokens.at(1e8).value == pytest.approx(VALLEY.batch[0], rel=0.01)
+    assert law.lr.at(1e8).value == pytest.approx(VALLEY.lr[0], rel=0.01)
+    for n, optimum in zip(SIZES, optima(found), strict=True):
+        assert (optimum.batch_tokens, optimum.lr) == pytest.approx(VALLEY.best(n), rel=0.01)
+        assert optimum.method == method
+    if method == "parabola":
+        assert any("fewer than Akima's interpolation needs: parabola" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.003])
+def test_intervals_cover_the_truth(noise):
+    hits = []
+    for seed in range(100):
+        law = trend(fit(sweep_records(VALLEY, [20e6, *SIZES], noise, seed)))
+        batch, lr = VALLEY.best(3e8)
+        found = [law.batch_tokens.slope, law.lr.slope, law.batch_tokens.at(3e8), law.lr.at(3e8)]
+        truth = [VALLEY.batch[1], VALLEY.lr[1], batch, lr]
+        hits.append([estimate.covers(value) for estimate, value in zip(found, truth, strict=True)])
+    assert np.sum(hits, axis=0).min() >= 90, np.sum(hits, axis=0)
+
+
+def test_seeds_are_averaged():
+    """Four seeds halve the noise."""
+    spread = {}
+    for seeds in (1, 4):
+        laws = [trend(fit(sweep_records(VALLEY, SIZES, 0.002, seed, seeds=seeds))) for seed in range(40)]
+        spread[seeds] = np.std([law.lr.exponent for law in laws])
+    assert 0.3 < spread[4] / spread[1] < 0.75
+
+
+def test_order_does_not_matter():
+    records = sweep_records(VALLEY, SIZES, 0.001)
+    shuffled = [records[i] for i in np.random.default_rng(0).permutation(len(records))]
+    assert fit(shuffled) == fit(records)
+
+
+def test_an_edge_over_rates_is_flagged_and_not_used():
+    """Without the higher rates of one batch size, its minimum is on the edge: that batch drops out."""
+    best = VALLEY.best(SIZES[2])
+    records = sweep_records(VALLEY, SIZES, batches=7, rates=9)
+    far = max(r.batch_tokens for r in records if r.parameters == SIZES[2])
+    kept = [
+        r
+        for r in records
+        if r.parameters != SIZES[2] or r.batch_tokens != far or r.lr < best[1] * (far / best[0]) ** 0.5 / 1.5
+    ]
+    found = fit(kept)
+    sweep = next(s for s in found.sizes[2].sweeps if s.batch_tokens == far)
+    assert sweep.minimum is None
+    assert "at the high edge of the grid; try higher ones" in sweep.problem
+    assert any(sweep.problem in note for note in found.notes)
+    assert (found.sizes[2].optimum.batch_tokens, found.sizes[2].optimum.lr) == pytest.approx(best, rel=0.01)
+
+
+def test_an_edge_over_batches_is_no_optimum():
+    records = [
+        r for r in sweep_records(VALLEY, SIZES, batches=7) if r.batch_tokens > 1.6 * VALLEY.best(r.parameters)[0]
+    ]
+    found = fit(records)
+    assert optima(found) == [None] * len(SIZES)
+    assert found.trends == ()
+    assert all("at the low edge of the grid: no optimum; try smaller ones" in size.problem for size in found.sizes)
+    assert any("no size with an optimum inside of its grid: no law" in note for note in found.notes)
+
+
+def test_an_edge_that_is_better_still_refuses_the_size():
+    """The best batch has no minimum over its rates: what the other batches say is not the optimum."""
+    n = SIZES[0]
+    best_batch, best_lr = VALLEY.best(n)
+    records = sweep_records(VALLEY, SIZES, batches=7, rates=9)
+    far = max(r.batch_tokens for r in records if r.parameters == n)
+    kept = []
+    for r in records:
+        if (r.parameters, r.batch_tokens) == (n, far):
+            if r.lr > best_lr * (far / best_batch) ** 0.5:
+                continue
+            r = dataclasses.replace(r, loss=0.8 * r.loss)
+        kept.append(r)
+    found = fit(kept)
+    assert found.sizes[0].optimum is None
+    assert "is better still, but its best rate is not inside" in found.sizes[0].problem
+    assert len(trend(found).sizes) == 4
+
+
+@pytest.mark.parametrize(
+    ("points", "diverged", "lr", "method", "problem"),
+    [
+        ([(1, 3.0), (2, 2.9), (4, 3.0)], [], 2.0, "parabola", None),
+        ([(1, 3.0), (2, 2.9)], [4], 2.0, "bounded", None),
+        ([(1, 3.0), (2, 2.9), (4, 2.8)], [8], 4.0, "bounded", None),
+        ([(1, 3.0), (2, 2.9), (4, 2.8)], [0.5], None, None, "at the high edge"),
+        ([(1, 2.8), (2, 2.9), (4, 3.0)], [8], None, None, "at the low edge"),
+        ([(1, 3.0), (2, 2.9)], [], None, None, "2 rates are too few"),
+        ([(1, 3.0)], [2], None, None, "1 rates are too few"),
+        ([], [1, 2], None, None, "all 2 rates diverged; try lower ones"),
+    ],
+)
+def test_one_sweep(points, diverged, lr, method, problem):
+    sweep = fit_sweep(65536, points, diverged)
+    if lr is None:
+        assert sweep.minimum is None
+        assert problem in sweep.problem
+    else:
+        assert (sweep.minimum.lr, sweep.minimum.method, sweep.problem) == (pytest.approx(lr), method, None)
+
+
+def test_a_rate_at_which_a_seed_diverged_counts_as_diverged():
+    records = sweep_records(VALLEY, SIZES, seeds=2)
+    high = max(r.lr for r in records if r.parameters == SIZES[0])
+    spoilt = [
+        dataclasses.replace(r, loss=math.nan, status="diverged")
+        if (r.parameters, r.lr, r.seed) == (SIZES[0], high, "1")
+        else r
+        for r in records
+    ]
+    sweep = next(s for s in fit(spoilt).sizes[0].sweeps if high in s.diverged)
+    assert high not in sweep.lrs
+
+
+def test_of_several_settings_the_best_is_taken():
+    """β₂ = 0.95 is worse everywhere: the optima are those of 0.99."""
+    good = sweep_records(VALLEY, SIZES, settings="beta2=0.99")
+    bad = [dataclasses.replace(r, loss=1.01 * r.loss, settings="beta2=0.95") for r in good]
+    found = fit(bad + good)
+    assert optima(found) == optima(fit(good))
+    assert any("with several other settings" in note for note in found.notes)
+
+
+def test_one_size_is_no_law():
+    with pytest.raises(UserError, match="all runs have 32M parameters; a law in the size of the model needs two sizes"):
+        fit(sweep_records(VALLEY, SIZES[:1]))
+
+
+def test_two_sizes_leave_no_interval():
+    found = fit(sweep_records(VALLEY, SIZES[:2], 0.001))
+    assert trend(found).lr.slope.low is None
+    assert trend(found).leave_one_out == ()
+    assert any("leave no interval" in note for note in found.notes)
+
+
+def test_several_budgets_need_a_choice():
+    records = sweep_records(VALLEY, SIZES)
+    longer = [dataclasses.replace(r, tokens=2 * r.tokens, lr=0.5 * r.lr, loss=0.9 * r.loss) for r in records]
+    with pytest.raises(UserError, match=r"several budgets, \[20.0, 40.0\] tokens per parameter.*--multiple 20"):
+        fit(records + longer)
+    assert trend(fit(records + longer, multiple=20)).lr == trend(fit(records)).lr
+    halved = trend(fit(records + longer, multiple=40)).lr
+    assert halved.at(1e8).value == pytest.approx(VALLEY.lr[0] / 2, rel=0.01)
+    with pytest.raises(UserError, match="no run has this many tokens per parameter"):
+        fit(records, multiple=7)
+
+
+def test_leaving_one_out():
+    """Against the law of the others, fitted anew."""
+    found = fit(sweep_records(VALLEY, SIZES, 0.002))
+    left = trend(found).leave_one_out
+    assert [x.parameters for x in left] == SIZES
+    others = fit([r for r in sweep_records(VALLEY, SIZES, 0.002) if r.parameters != SIZES[1]])
+    expected = trend(others).lr.at(SIZES[1], new=True)
+    at = found.sizes[1].optimum.lr
+    assert (left[1].lr.value, left[1].lr.low) == pytest.approx((expected.value / at, expected.low / at))
+
+
+def rules(path):
+    return {name: from_dict(Rule, values) for name, values in tomllib.loads(path.read_text()).items()}
+
+
+def test_the_law_becomes_the_rule(tmp_path):
+    records = sweep_records(VALLEY, SIZES) + sweep_records(Valley(lr=(1e-3, -0.4)), SIZES, name="gpt+")
+    found = fit(records)
+    path = tmp_path / "rules.toml"
+    write_rules(path, found.trends[:1], "angpt fit hparams x")
+    write_rules(path, found.trends[1:], "angpt fit hparams y")
+    before, after = rules(RULES), rules(path)
+    assert list(after) == list(before)
+    assert after["ngpt"] == before["ngpt"]
+    for name, valley in (("angpt", VALLEY), ("gpt+", Valley(lr=(1e-3, -0.4)))):
+        for n in (64_000_000, 500_000_000):
+            batch, lr = valley.best(n)
+            assert after[name].lr_at(n) == pytest.approx(lr, rel=0.03)
+            assert abs(math.log2(after[name].batch_at(n, 2048) / batch)) <= 0.51
+        assert after[name].lr_exponents[0] == before[name].lr_exponents[0]  # no model of the fit lies below the anchor
+        assert (after[name].weight_decay, after[name].warmup) == (before[name].weight_decay, before[name].warmup)
+    text = path.read_text()
+    assert text.startswith(RULES.read_text()[:80])
+    assert "# Fitted to 5 sizes from 32M to 506M by: angpt fit hparams x\n" in text
+    assert "# Fitted to 5 sizes from 32M to 506M by: angpt fit hparams y\n" in text
+
+
+def test_rules_that_cannot_be_written(tmp_path):
+    found = fit(sweep_records(VALLEY, SIZES, name="angpt/no-lerp"))
+    with pytest.raises(UserError, match="there is no rule for angpt/no-lerp; rules are for gpt"):
+        write_rules(tmp_path / "rules.toml", found.trends, "")
+    with pytest.raises(UserError, match="two sizes with an optimum; a rule needs three"):
+        write_rules(tmp_path / "rules.toml", fit(sweep_records(VALLEY, SIZES[:2])).trends, "")
+    good = fit(sweep_records(VALLEY, SIZES)).trends
+    (tmp_path / "other.toml").write_text("lr = 3\n")
+    with pytest.raises(UserError, match="is no file of rules"):
+        write_rules(tmp_path / "other.toml", good, "")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_rules(tmp_path / "no" / "rules.toml", good, "")
+    assert not (tmp_path / "rules.toml").exists()

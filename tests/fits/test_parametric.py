@@ -1,0 +1,181 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from angpt.fits.compute import Sample
+from angpt.fits.parametric import Parametric, bootstrap_interval, fit_parametric, huber, jacobian, predict
+from tests.fits.synthetic import Law
+from tests.fits.test_frontier import FREE, LAW, multiples
+
+SIZES, RATIOS = np.geomspace(3e7, 1e9, 6), np.geomspace(5, 100, 6)
+
+
+def fit(sample, bootstrap=0, **options):
+    return fit_parametric(sample, bootstrap, (0,), **options)
+
+
+@pytest.mark.parametrize("law", [LAW, Law(1.8, 60, 900, 0.2, 0.35), Law(0.6, 20, 20, 0.15, 0.12)])
+def test_all_parameters_without_noise(law):
+    found = fit(multiples(law, SIZES, RATIOS))
+    assert isinstance(found, Parametric)
+    assert {name: e.value for name, e in found.parameters().items()} == pytest.approx(
+        {"E": law.E, "A": law.A, "B": law.B, "a": law.a, "b": law.b}, rel=1e-4
+    )
+    assert {k: v[0] for k, v in found.exponents().items()} == pytest.approx(law.exponents, rel=1e-4)
+    assert found.agreeing > 1
+
+
+def test_without_irreducible_loss():
+    found = fit(multiples(FREE, SIZES, RATIOS))
+    assert found.parameters()["E"].value < 0.02
+    assert found.exponents()["parameters"][0] == pytest.approx(FREE.exponents["parameters"], abs=0.01)
+
+
+def coverage(trials, noise, draw):
+    truth = {"E": LAW.E, "a": LAW.a, "b": LAW.b}
+    hits = []
+    for seed in range(trials):
+        sample = multiples(LAW, SIZES, RATIOS)
+        y = sample.log_loss + noise * draw(np.random.default_rng(seed), len(sample))
+        found = fit_parametric(dataclasses.replace(sample, log_loss=y), 300, (seed,))
+        estimates = found.parameters() | {k: found.estimate(v) for k, v in found.exponents().items()}
+        estimates["L"] = found.estimate(found.log_optimum(math.log(1e20))[2])
+        best = 1e20 ** LAW.exponents["parameters"] * best_size(LAW)
+        truth_now = truth | LAW.exponents | {"L": math.log(LAW.loss(best, 1e20 / 6 / best))}
+        hits.append([estimates[name].covers(value) for name, value in truth_now.items()])
+    return np.sum(hits, axis=0)
+
+
+def best_size(law):
+    """Prefactor of N_opt(C), as Chinchilla writes it: G·(1/6)^(b/(a+b))."""
+    return (law.a * law.A / (law.b * law.B)) ** (1 / (law.a + law.b)) * (1 / 6) ** (law.b / (law.a + law.b))
+
+
+def test_intervals_cover_the_truth_in_a_few_trials():
+    assert coverage(20, 0.003, lambda rng, n: rng.standard_normal(n)).min() >= 17
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.001, 0.005])
+def test_intervals_cover_the_truth(noise):
+    hits = coverage(100, noise, lambda rng, n: rng.standard_normal(n))
+    assert hits.min() >= 90, hits
+
+
+@pytest.mark.slow
+def test_intervals_cover_the_truth_with_outliers():
+    """Noise of three degrees of freedom: now and then a run that is far off."""
+    hits = coverage(100, 0.002, lambda rng, n: rng.standard_t(3, n))
+    assert hits.min() >= 90, hits
+
+
+def test_the_optimum_is_that_of_a_search():
+    """At each compute the best of many allocations; also where C is no multiple of N·D."""
+    for gamma, factor in ((1.0, 6.0), (0.93, 25.0)):
+        sample = multiples(LAW, SIZES, RATIOS)
+        sample = dataclasses.replace(sample, compute=factor * sample.parameters**gamma * sample.tokens)
+        found = fit(sample)
+        assert found.scale == pytest.approx((math.log(factor), gamma))
+        for compute in (1e19, 1e21):
+            n = np.geomspace(1e6, 1e11, 200_001)
+            losses = LAW.loss(n, compute / (factor * n**gamma))
+            best = int(np.argmin(losses))
+            log_n, log_d, log_loss = (v[0] for v in found.log_optimum(math.log(compute)))
+            assert math.exp(log_n) == pytest.approx(n[best], rel=1e-3)
+            assert math.exp(log_loss) == pytest.approx(losses[best], rel=1e-6)
+            assert math.exp(log_d) == pytest.approx(compute / (factor * n[best] ** gamma), rel=1e-3)
+            assert found.log_compute(math.exp(log_loss))[0] == pytest.approx(math.log(compute), rel=1e-6)
+        a, b = (found.exponents()[k][0] for k in ("parameters", "tokens"))
+        assert gamma * a + b == pytest.approx(1)
+    assert found.log_compute(LAW.E * 0.99)[0] == math.inf
+
+
+def test_jacobian_is_the_derivative():
+    rng = np.random.default_rng(0)
+    theta, n, d = rng.normal(0, 0.5, (3, 5)), rng.normal(0, 1, 7), rng.normal(0, 1, 7)
+    slopes = jacobian(predict(theta, n, d)[1], n, d)
+    for i in range(5):
+        up, down = theta.copy(), theta.copy()
+        up[:, i] += 1e-6
+        down[:, i] -= 1e-6
+        numeric = (predict(up, n, d)[0] - predict(down, n, d)[0]) / 2e-6
+        np.testing.assert_allclose(slopes[:, i], numeric, atol=1e-8)
+
+
+def test_the_huber_loss():
+    r = np.array([[0.0005, -0.003, 0.002]])
+    assert huber(r, 1e-3)[0] == pytest.approx(0.5 * 0.0005**2 + 1e-3 * (0.003 - 5e-4) + 1e-3 * (0.002 - 5e-4))
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-2])
+def test_it_is_the_lowest_that_scipy_finds(delta):
+    """Chinchilla's way: BFGS from a grid of starts."""
+    sample = multiples(LAW, SIZES, RATIOS, noise=0.004)
+    found = fit(sample, delta=delta)
+    n, d = np.log(sample.parameters), np.log(sample.tokens)
+
+    def objective(theta):
+        return 1e6 * huber(sample.log_loss - predict(theta[None], n, d)[0][0], delta)
+
+    ends = [
+        minimize(objective, [e, a, b, x, x], method="Nelder-Mead", options={"maxiter": 20_000, "maxfev": 20_000}).fun
+        for e, a, b, x in ((0.5, 6, 6, 0.3), (0.0, 3, 3, 0.2), (0.7, 5, 8, 0.4))
+    ]
+    assert objective(found.theta[0]) <= min(ends) * (1 + 1e-6)
+
+
+def test_an_outlier_moves_it_little():
+    sample = multiples(LAW, SIZES, RATIOS, noise=0.001)
+    y = sample.log_loss.copy()
+    y[7] += 0.2
+    clean, spoilt = fit(sample), fit(dataclasses.replace(sample, log_loss=y))
+    assert spoilt.theta[0, 3:] == pytest.approx(clean.theta[0, 3:], abs=0.01)
+
+
+def test_delta_follows_the_noise():
+    assert fit(multiples(LAW, SIZES, RATIOS, noise=0.0002)).delta == 1e-3
+    assert 0.7 < fit(multiples(LAW, SIZES, RATIOS, noise=0.01)).delta / (1.345 * 0.01) < 1.4
+    assert fit(multiples(LAW, SIZES, RATIOS, noise=0.01), delta=1e-3).delta == 1e-3
+
+
+def test_the_same_seed_gives_the_same_intervals():
+    sample = multiples(LAW, SIZES, RATIOS, noise=0.003)
+    one, two, other = (fit_parametric(sample, 50, seed) for seed in ((0,), (0,), (1,)))
+    np.testing.assert_array_equal(one.theta, two.theta)
+    assert not np.array_equal(one.theta[1:], other.theta[1:])
+    np.testing.assert_array_equal(one.theta[0], other.theta[0])
+
+
+def test_intervals_widen_by_students_t():
+    values = np.r_[0.0, np.random.default_rng(0).standard_normal(20_000)]
+    assert bootstrap_interval(values, 1e9).high == pytest.approx(1.96, abs=0.05)
+    assert bootstrap_interval(values, 3).high == pytest.approx(3.18, abs=0.08)
+    assert bootstrap_interval(values, 0).high is None
+    assert bootstrap_interval(values[:5], 10).high is None
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (multiples(LAW, SIZES[:2], RATIOS), "12 points with 2 sizes"),
+        (multiples(LAW, SIZES, [20.0]), "tokens and parameters grow together"),
+        (multiples(LAW, SIZES[:3], RATIOS[:1]), "3 points with 3 sizes and 3 budgets"),
+        (multiples(Law(2.0, 1e-4, 410.7, -0.4, 0.28), SIZES, RATIOS), "does not fall with more parameters"),
+    ],
+)
+def test_what_cannot_be_fitted_is_said(sample, message):
+    assert message in fit(sample)
+
+
+def test_a_large_sample_takes_part_of_it_for_the_search():
+    rng = np.random.default_rng(0)
+    n = np.exp(rng.uniform(17, 21, 6000))
+    d = n * np.exp(rng.uniform(1, 5, 6000))
+    sample = Sample(n, d, 6 * n * d, np.log(LAW.loss(n, d)) + 0.002 * rng.standard_normal(6000), np.ones(6000))
+    found = fit(sample, bootstrap=1000)
+    assert len(found.theta) == 1 + 2_000_000 // 6000
+    assert found.parameters()["a"].covers(LAW.a)
+    assert found.theta[0, 3] == pytest.approx(LAW.a, abs=0.005)

@@ -1,0 +1,212 @@
+import dataclasses
+import json
+import math
+import re
+
+import pytest
+
+from angpt.config import ModelConfig, OptimizerConfig, TrainConfig
+from angpt.errors import UserError
+from angpt.fits.compute import Counting, make_curves, make_sample
+from angpt.fits.records import Record, average, read_table
+from angpt.models.variants import build
+from angpt.training.plan import make_plan
+from angpt.training.run import Run, Summary
+
+MODEL = ModelConfig(architecture="angpt", d_model=16, n_layers=2, n_heads=2, vocab_size=64, context=32)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, **model):
+    config = TrainConfig(
+        model=dataclasses.replace(MODEL, **model),
+        optimizer=OptimizerConfig(lr=lr),
+        tokens="6400",
+        batch_tokens=640,
+        seed=seed,
+        device="cpu",
+    )
+    plan = make_plan(config)
+    run = Run.create(folder, plan.config)
+    lines = [{"kind": "val", "step": s, "tokens": 640 * s, "val_loss": loss + 10 - s, "seconds": 1.0} for s in (5, 10)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind"')
+    if status != "running":
+        done = 10 if status == "finished" else 3
+        loss = None if status == "diverged" else loss
+        counts = plan.parameters, plan.flops_per_token
+        run.write_summary(Summary(status, done, 10, 640 * done, loss, 1.0, 0.0, 1e3, 0.1, *counts, None, {}))
+    return folder
+
+
+def test_run_folders(tmp_path):
+    study = tmp_path / "study"
+    study.mkdir()
+    write(study / "study.toml", "")
+    make_run(study / "runs" / "a")
+    make_run(study / "runs" / "b", seed=1, loss=3.1)
+    make_run(study / "runs" / "c", "diverged", lr=0.1)
+    make_run(study / "runs" / "d", "interrupted", lr=0.2)
+    make_run(study / "runs" / "e", "running", lr=0.3)
+    make_run(study / "tuning" / "x", loss=1.0)
+    table = read_table([study, study / "runs" / "a"], ("batch_tokens", "lr"), curves=True)
+    (cell,) = table.cells
+    record = cell.record
+    model = build(MODEL)
+    assert (record.architecture, record.parameters, record.tokens) == ("angpt", model.parameter_count(), 6400)
+    assert (record.batch_tokens, record.lr) == (640, 0.01)
+    assert cell.log_loss == pytest.approx((math.log(3.0) + math.log(3.1)) / 2)
+    assert cell.seeds == 2
+    assert [tokens for tokens, _ in record.curve] == [3200, 6400]
+    assert [loss for _, loss in record.curve] == pytest.approx([math.sqrt(8 * 8.1), math.sqrt(3 * 3.1)])
+    assert table.deviation == pytest.approx(abs(math.log(3.1 / 3)) / math.sqrt(2))
+    assert [(r.lr, r.tokens) for r in table.diverged] == [(0.1, 6400)]  # the budget that it was meant for
+    assert table.notes[0].startswith("1 of 5 runs diverged")
+    assert "2 of 5 runs have not finished and are left out" in table.notes
+
+
+def test_compute_of_a_run_is_that_of_the_model(tmp_path):
+    """With the head and attention it is what the trainer counts, but for vectors."""
+    make_run(tmp_path / "a")
+    cells = read_table([tmp_path / "a"]).cells
+    model = build(MODEL)
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    n, per_token = Counting("head", attention=True).of(cells)
+    assert n[0] == model.parameter_count() - 64 * 16
+    assert per_token[0] - 6 * vectors == model.flops_per_token()
+    assert Counting("none").of(cells)[0][0] == model.parameter_count() - 2 * 64 * 16
+    assert Counting("all").of(cells)[1][0] == 6 * model.parameter_count()
+    assert Counting("given").of(cells)[1][0] == model.flops_per_token()
+
+
+def test_each_way_of_counting_says_what_it_is():
+    assert Counting().describe() == "N: all parameters, embedding and head included; C = 6·N·D"
+    assert Counting("head", True).describe().endswith("head included; C = (6·N + attention)·D")
+    assert "without embedding and head" in Counting("none").describe()
+    assert "that the records state" in Counting("given").describe()
+    with pytest.raises(UserError, match="leave out --attention"):
+        Counting("given", attention=True)
+
+
+def test_a_csv_file(tmp_path):
+    """Unsorted, with a byte order mark, blank lines, and columns that are not used."""
+    path = tmp_path / "x.csv"
+    text = "loss,tokens,parameters,hardware\n2.5,2e9,1e8,A100\n\n3.5,1e9,5e7,\n ,,,\nnan,1e9,1e8,\n"
+    path.write_text(text, encoding="utf-8-sig")
+    table = read_table([path])
+    assert [(c.record.parameters, math.exp(c.log_loss)) for c in table.cells] == [
+        (5e7, pytest.approx(3.5)),
+        (1e8, pytest.approx(2.5)),
+    ]
+    assert table.architectures() == ["model"]
+    assert "x.csv: columns that are not used: hardware" in table.notes
+    assert any(note.startswith("1 of 3 runs diverged and are left out") and "x.csv:6" in note for note in table.notes)
+
+
+@pytest.mark.parametrize("loss", ["", "nan", "NaN", "inf", "diverged", "null"])
+def test_losses_that_are_not_finite(tmp_path, loss):
+    table = read_table([write(tmp_path / "x.csv", f"parameters,tokens,loss\n1,1,{loss}\n2,1,3\n")])
+    assert (len(table.cells), len(table.diverged)) == (1, 1)
+
+
+def test_rows_of_a_run_are_its_curve(tmp_path):
+    rows = "r1,1e8,3e9,2.8\nr2,2e8,1e9,3.0\nr1,1e8,1e9,3.3\nr1,1e8,2e9,nan\n"
+    table = read_table([write(tmp_path / "x.csv", f"run,parameters,tokens,loss\n{rows}")])
+    assert [(c.record.parameters, c.record.tokens) for c in table.cells] == [(1e8, 3e9), (2e8, 1e9)]
+    assert table.cells[0].record.curve == ((1e9, 3.3), (3e9, 2.8))
+    points, curve = make_curves(table.cells, Counting())
+    assert points.compute.tolist() == [6e17, 18e17, 12e17]
+    assert curve.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no column parameters and no column tokens and no column loss (found: nothing)"),
+        ("params,tokens,loss\n", "has no column parameters (found: params, tokens, loss)"),
+        ("parameters,tokens,loss\n", "holds no run"),
+        ("parameters,tokens,loss,batch_token\n1,1,1,1\n", "unknown column 'batch_token': did you mean batch_tokens"),
+        ("parameters,tokens,loss,loss\n1,1,1,1\n", "has the column loss twice"),
+        ("parameters,tokens,loss\n1e8,1e9,3\n1e8,ten,3\n", ":3: tokens = 'ten' is no number"),
+        ("parameters,tokens,loss\n1e8,-5,3\n", ":2: tokens = -5 must be positive and finite"),
+        ("parameters,tokens,loss\n0,5,3\n", ":2: parameters = 0 must be positive and finite"),
+        ("parameters,tokens,loss\n,5,3\n", ":2: parameters is empty"),
+        ("parameters,tokens,loss\n1,5,abc\n", ":2: loss = 'abc' is no number"),
+        ("parameters,tokens,loss\n1,5,-2\n", ":2: loss = -2 must be positive"),
+        ("parameters,tokens,loss\n1,5\n", ":2: has another number of cells than the first line"),
+        ("parameters,tokens,loss\n1,5,3,4\n", ":2: has another number of cells than the first line"),
+        ("parameters,tokens,loss\n1,5,nan\n2,5,inf\n", "none of the 2 runs has finished with a finite loss"),
+        ("run,parameters,tokens,loss\na,1,5,3\na,2,6,2\n", "rows of the run 'a' differ in parameters"),
+        ("run,parameters,tokens,loss\na,1,5,3\na,1,5,2\n", "the run 'a' has two rows at 5 tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path, text, message):
+    path = write(tmp_path / "x.csv", text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_table([path])
+
+
+def test_sources_that_are_none(tmp_path):
+    with pytest.raises(UserError, match="name study folders"):
+        read_table([])
+    with pytest.raises(UserError, match="does not exist"):
+        read_table([tmp_path / "no"])
+    with pytest.raises(UserError, match="holds no run"):
+        read_table([tmp_path])
+    (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read as CSV"):
+        read_table([tmp_path / "x.csv"])
+    (tmp_path / "broken").mkdir()
+    write(tmp_path / "broken" / "config.toml", "tokens = [")
+    with pytest.raises(UserError, match="cannot be read as TOML"):
+        read_table([tmp_path / "broken"])
+
+
+def test_what_a_fit_needs_is_asked_for(tmp_path):
+    path = write(tmp_path / "x.csv", "parameters,tokens,loss,lr\n1,1,1,0.1\n2,1,1,\n")
+    with pytest.raises(
+        UserError, match=re.escape("x.csv:2: has no batch_tokens (tokens per step), which this fit needs")
+    ):
+        read_table([path], ("batch_tokens", "lr"))
+    with pytest.raises(UserError, match=re.escape("has no embedding_parameters (of the embedding")):
+        make_sample(read_table([path]).cells, Counting("head"))
+    with pytest.raises(UserError, match=re.escape("has no attention_flops")):
+        make_sample(read_table([path]).cells, Counting(attention=True))
+    big = write(tmp_path / "y.csv", "parameters,tokens,loss,embedding_parameters\n5,1,1,9\n6,1,1,1\n")
+    with pytest.raises(UserError, match="nothing is left of its parameters"):
+        make_sample(read_table([big]).cells, Counting("head"))
+    with pytest.raises(UserError, match="the runs have no curves"):
+        make_curves(read_table([big]).cells, Counting())
+
+
+def test_duplicates_are_averaged_and_copies_dropped():
+    def record(loss, seed, **fields):
+        return Record("x", "angpt", 1e8, 2e9, loss, seed=seed, **fields)
+
+    table = average([record(2.0, "0"), record(2.0, "0"), record(8.0, "1"), record(4.0, "1"), record(5.0, "0", lr=0.1)])
+    assert sorted((round(math.exp(c.log_loss), 9), c.seeds) for c in table.cells) == [(4.0, 3), (5.0, 1)]
+    assert "1 runs are copies of another (same settings, seed and loss) and are left out" in table.notes
+    assert any(note.startswith("3 runs share their settings with others and are averaged") for note in table.notes)
+    assert "1 points have several losses for one seed, which count like further seeds" in table.notes
+
+
+def test_the_best_of_each_size_and_budget():
+    """Budgets that differ by a step are one budget."""
+    records = [
+        Record("a", "m", 1e8, 2.00e9, 3.0, lr=0.1),
+        Record("b", "m", 1e8, 2.01e9, 2.9, lr=0.2),
+        Record("c", "m", 1e8, 4e9, 2.8),
+        Record("d", "m", 2e8, 2e9, 2.7),
+    ]
+    sample, notes = make_sample(average(records).cells, Counting())
+    assert sample.tokens.tolist() == [2.01e9, 4e9, 2e9]
+    assert sample.log_loss == pytest.approx([math.log(x) for x in (2.9, 2.8, 2.7)])
+    assert notes == ["4 points share 3 pairs of size and budget; the best of each is taken"]
+
+
+def test_architectures_come_in_the_order_of_table_1():
+    records = [Record("x", name, 1e8, 1e9, 3.0) for name in ("angpt/no-lerp", "angpt", "gpt+", "ngpt")]
+    assert average(records).architectures() == ["gpt+", "ngpt", "angpt", "angpt/no-lerp"]

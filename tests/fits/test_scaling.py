@@ -1,0 +1,194 @@
+import math
+
+import numpy as np
+import pytest
+
+from angpt.errors import UserError
+from angpt.fits.compute import Counting
+from angpt.fits.records import Record, average
+from angpt.fits.scaling import APPROACHES, Options, fit_scaling
+from tests.fits.synthetic import Law, isoflop_records
+
+SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)
+PAPER = {
+    "gpt+": {"tokens": (13.408079, 0.466271), "parameters": (0.336617, 0.465600)},
+    "angpt": {"tokens": (9.727337, 0.473190), "parameters": (0.650506, 0.451378)},
+}
+"""D₀, α_D, N₀ and α_N of the paper's table."""
+
+
+def options(**values):
+    return Options(**({"counting": Counting(), "bootstrap": 100} | values))
+
+
+def two(noise=0.0, seed=0, factor=0.93, E=0.0):
+    """Two architectures, one of which has its reducible loss scaled by a factor."""
+    one, other = Law(E=E), Law(E=E, A=factor * Law.A, B=factor * Law.B)
+    records = isoflop_records(one, SIZES, COMPUTES, noise, 2 * seed, "gpt+")
+    return records + isoflop_records(other, SIZES, COMPUTES, noise, 2 * seed + 1, "angpt")
+
+
+def paper_records(noise=0.0):
+    """Runs around the optima of the paper's laws: at each compute models from a quarter to four times the best size.
+
+    Its exponents do not sum to one, so the compute is stated in the records and not 6·N·D.
+    """
+    rng = np.random.default_rng(0)
+    records = []
+    for name, laws in PAPER.items():
+        for compute in np.geomspace(1e17, 3e21, 60):
+            for k in range(-2, 3):
+                n = laws["parameters"][0] * compute ** laws["parameters"][1] * 2.0**k
+                d = laws["tokens"][0] * compute ** laws["tokens"][1] * 2.0**-k
+                loss = 30 * compute**-0.055 * math.exp(0.01 * k**2 + noise * rng.standard_normal())
+                records.append(Record("x", name, n, d, loss, flops=compute))
+    return records
+
+
+def test_the_numbers_of_the_paper():
+    """From data that follow its laws, to the six digits that it prints; by both approaches that have minima."""
+    found = fit_scaling(average(paper_records()), options(counting=Counting("given")))
+    for name, laws in PAPER.items():
+        for approach in ("frontier", "isoflop"):
+            for what, (prefactor, exponent) in laws.items():
+                law = found.of(name).law(approach, what)
+                assert law.exponent == pytest.approx(exponent, abs=5e-7)
+                assert law.prefactor.value == pytest.approx(prefactor, rel=5e-6)
+            assert found.of(name).law(approach, "loss").exponent == pytest.approx(-0.055, abs=1e-6)
+            assert found.of(name).law(approach, "loss").prefactor.value == pytest.approx(30, rel=1e-5)
+    noisy = fit_scaling(average(paper_records(0.002)), options(counting=Counting("given")))
+    for name, laws in PAPER.items():
+        for what, (prefactor, exponent) in laws.items():
+            law = noisy.of(name).law("frontier", what)
+            assert law.slope.covers(exponent)
+            assert law.prefactor.covers(prefactor)
+
+
+@pytest.mark.parametrize("approach", APPROACHES)
+def test_compute_saved_without_noise(approach):
+    """L = K·C^−α: a factor f of K is a factor f^(1/α) of compute, the same at every loss."""
+    found = fit_scaling(average(two()), options())
+    comparison = next(c for c in found.comparisons if c.approach == approach)
+    assert (comparison.baseline, comparison.other, comparison.problem) == ("gpt+", "angpt", None)
+    expected = 0.93 ** (-1 / Law().exponents["loss"])
+    for saving in comparison.savings:
+        assert saving.factor.value == pytest.approx(expected, rel=0.02)
+    for e in comparison.exponents:
+        assert e.difference.estimate.value == pytest.approx(0, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("E", "approaches"), [(0.0, ("frontier", "isoflop")), (Law.E, ("parametric",))], ids=["no E", "E"]
+)
+def test_savings_and_differences_cover_the_truth(E, approaches):
+    """Equal exponents are told apart in few trials, and the true ratio lies in the intervals of most.
+
+    A power law of the loss itself is true without irreducible loss only.
+    """
+    expected = 0.93 ** (-1 / Law().exponents["loss"])
+    same, saved = {a: [] for a in approaches}, {a: [] for a in approaches}
+    for seed in range(40):
+        found = fit_scaling(average(two(0.003, seed, E=E)), options(bootstrap=0 if E == 0 else 300))
+        for c in found.comparisons:
+            if c.approach in approaches:
+                same[c.approach].append([e.difference.estimate.covers(0.0) for e in c.exponents])
+                saved[c.approach].append([s.factor.covers(expected) for s in c.savings])
+    for approach in approaches:
+        assert np.sum(same[approach], axis=0).min() >= 36, approach
+        assert np.sum(saved[approach], axis=0).min() >= 36, approach
+
+
+def test_different_exponents_are_told_apart():
+    records = isoflop_records(Law(E=0.0), SIZES, COMPUTES, 0.002, 0, "gpt+")
+    records += isoflop_records(Law(E=0.0, a=0.40, A=1500), SIZES, COMPUTES, 0.002, 1, "angpt")
+    found = fit_scaling(average(records), options())
+    for c in found.comparisons:
+        e = next(e for e in c.exponents if e.quantity == "N_opt(C)")
+        true = 0.28 / 0.68 - 0.28 / 0.62
+        assert not e.difference.estimate.covers(0.0)
+        assert e.difference.p_value < 0.05
+        assert e.difference.estimate.low < true < e.difference.estimate.high
+
+
+def test_nothing_is_extrapolated():
+    """Losses that only one of two reached are not compared."""
+    records = isoflop_records(Law(), SIZES, COMPUTES, 0, 0, "gpt+")
+    records += [r for r in isoflop_records(Law(E=0.2), SIZES, COMPUTES, 0, 1, "angpt") if r.tokens > 0]
+    found = fit_scaling(average(records), options())
+    for c in found.comparisons:
+        assert c.savings == ()
+        assert c.problem == "no loss was reached by both; nothing is extrapolated"
+
+
+def test_the_baseline_can_be_chosen():
+    table = average(two() + isoflop_records(Law(), SIZES, COMPUTES, name="mine"))
+    assert {(c.baseline, c.other) for c in fit_scaling(table, options()).comparisons} == {
+        ("gpt+", "angpt"),
+        ("gpt+", "mine"),
+    }
+    chosen = fit_scaling(table, options(), "mine").comparisons
+    assert {(c.baseline, c.other) for c in chosen} == {("mine", "gpt+"), ("mine", "angpt")}
+    with pytest.raises(UserError, match="--baseline other: none of the runs is of this architecture"):
+        fit_scaling(table, options(), "other")
+
+
+def test_a_result_does_not_depend_on_the_other_architectures():
+    records = two(0.002)
+    alone = fit_scaling(average([r for r in records if r.architecture == "angpt"]), options())
+    both = fit_scaling(average(records), options())
+    np.testing.assert_array_equal(alone.of("angpt").parametric.theta, both.of("angpt").parametric.theta)
+    assert alone.comparisons == ()
+
+
+def test_samples_of_two_architectures_are_independent():
+    """Of the same runs under two names, the difference varies as that of two independent fits does."""
+    records = isoflop_records(Law(), SIZES, COMPUTES, 0.003, 0, "gpt+")
+    records += isoflop_records(Law(), SIZES, COMPUTES, 0.003, 0, "angpt")
+    found = fit_scaling(average(records), options(bootstrap=1000))
+    one, two_ = (found.of(name).parametric.theta[1:, 3] for name in ("gpt+", "angpt"))
+    assert abs(np.corrcoef(one, two_)[0, 1]) < 0.1
+    assert np.std(two_ - one) == pytest.approx(math.sqrt(2) * np.std(one), rel=0.1)
+
+
+def test_one_size_is_no_law():
+    with pytest.raises(UserError, match="all runs have 20M parameters; a scaling law needs several model sizes"):
+        fit_scaling(average(isoflop_records(Law(), [2e7], COMPUTES)), options())
+
+
+def test_two_sizes_say_what_is_missing():
+    found = fit_scaling(average(isoflop_records(Law(), [2e7, 2e8], COMPUTES)), options()).of("angpt")
+    assert isinstance(found.isoflop, str)
+    assert isinstance(found.parametric, str)
+    assert found.frontier.parameters is None
+    assert sum("none:" in note for note in found.notes) == 2
+
+
+def test_attention_changes_what_counts():
+    records = [
+        Record("x", "m", r.parameters, r.tokens, r.loss, embedding_parameters=0.3 * r.parameters,
+               head_parameters=0.3 * r.parameters, attention_flops=4 * r.parameters**0.8)
+        for r in isoflop_records(Law(), SIZES, COMPUTES)
+    ]  # fmt: skip
+    table = average(records)
+    plain, with_attention, without = (
+        fit_scaling(table, options(counting=c)) for c in (Counting(), Counting(attention=True), Counting("none"))
+    )
+    sample = with_attention.of("m").sample
+    np.testing.assert_allclose(sample.compute, (6 * sample.parameters + 4 * sample.parameters**0.8) * sample.tokens)
+    np.testing.assert_allclose(without.of("m").sample.parameters, 0.4 * plain.of("m").sample.parameters)
+    assert len({plain.counting, with_attention.counting, without.counting}) == 3
+    assert with_attention.of("m").parametric.scale[1] < 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bins": 1}, "--bins 1"),
+        ({"bootstrap": -1}, "--bootstrap -1"),
+        ({"huber": 0.0}, "--huber 0.0"),
+        ({"seed": -1}, "--seed -1"),
+    ],
+)
+def test_options_are_checked(values, message):
+    with pytest.raises(UserError, match=message):
+        options(**values)
