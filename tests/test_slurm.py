@@ -67,20 +67,22 @@ def fake_cluster(folder, monkeypatch, answer, code=0):
 def test_what_is_asked_of_slurm(tmp_path, monkeypatch):
     fake_cluster(tmp_path, monkeypatch, "Submitted batch job 77")
     config = SlurmConfig(
-        "gpu", hours=1.5, gpus=2, cpus=3, memory_gb=10, account="us", qos="low", setup=("module load x",),
+        "gpu", hours=1.5, nodes=4, gpus=2, cpus=7, memory_gb=10, account="us", qos="low", setup=("module load x",),
         extra={"constraint": "a100"},
     )  # fmt: skip
     assert submit(print, tmp_path / "logs", "angpt/x y", config) == "77"
     lines = (tmp_path / "logs" / "77_submission.sh").read_text().splitlines()
     expected = {
         "partition=gpu", "time=90", "gpus-per-node=2", "cpus-per-task=3", "mem=10240M", "account=us", "qos=low",
-        "constraint=a100", "job-name=angpt-x-y", "signal=USR2@120", "open-mode=append", "nodes=1", "ntasks-per-node=1",
+        "constraint=a100", "job-name=angpt-x-y", "signal=USR2@120", "open-mode=append", "nodes=4", "ntasks-per-node=2",
     }  # fmt: skip
     assert {f"#SBATCH --{option}" for option in expected} <= set(lines)
     assert "#SBATCH --requeue" in lines
     assert "module load x" in lines
     assert not any("wckey" in line for line in lines)
-    assert any(line.startswith("srun") and "--cpus-per-task=3" in line for line in lines)
+    assert any(line.startswith("srun") and "--cpus-per-task=3 --kill-on-bad-exit=1" in line for line in lines)
+    assert (config.ranks, config.threads) == (8, 3)
+    assert (SlurmConfig(gpus=0, nodes=2, cpus=4).ranks, SlurmConfig(gpus=0, nodes=2, cpus=4).threads) == (2, 4)
 
 
 def test_little_is_asked_unless_given(tmp_path, monkeypatch):
@@ -117,3 +119,35 @@ def test_the_queue(tmp_path, monkeypatch):
 def test_cancelled(monkeypatch, states, expected):
     monkeypatch.setattr(slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"JobId=1 {states}"))
     assert slurm.cancelled("1") == expected
+
+
+def test_processes_of_a_job_find_each_other(tmp_path, monkeypatch):
+    """As torchrun would tell them, from what SLURM tells them."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("""#!/bin/sh
+case "$*" in
+    "show hostnames n[1-2]") printf 'n1\\nn2\\n' ;;
+    "--oneliner show node n1") echo 'NodeName=n1 NodeAddr=10.0.0.7 NodeHostName=n1' ;;
+    *) exit 1 ;;
+esac
+""")
+    scontrol.chmod(scontrol.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = {
+        "NTASKS": "4",
+        "PROCID": "3",
+        "LOCALID": "1",
+        "JOB_ID": "12",
+        "JOB_NODELIST": "n[1-2]",
+        "RESTART_COUNT": "2",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    assert slurm.rank_environment() == {
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20086",
+    }  # fmt: skip
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
+    with pytest.raises(UserError, match="does not say where the nodes elsewhere are"):
+        slurm.rank_environment()
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert slurm.rank_environment() == {}
