@@ -91,7 +91,7 @@ def complete(folder: Path, state: State, keep: int) -> Path:
     return target
 
 
-def failure(folder: Path, step: int, error: Exception) -> UserError:
+def failure(folder: Path, step: int, error: BaseException) -> UserError:
     """What to tell of a checkpoint that could not be written; what there is of it is removed."""
     shutil.rmtree(folder / f"{PART}{step:09d}", ignore_errors=True)
     full = getattr(error, "errno", None) == errno.ENOSPC or re.search("os error 28|errno 28", str(error).lower())

@@ -64,10 +64,10 @@ class Writer:
                 together = {name: digest for sums in every for name, digest in sums.items()}
                 checkpoint.complete(self.folder, replace(state, sha256=together), self.keep)
             dist.barrier(group=self.ranks.files)
-        except Exception as error:  # of any rank, and raised where the loop waits
+        except (Exception, CheckpointException) as error:  # which is no Exception; raised where the loop waits
             self.error = self._explain(error, state.step)
 
-    def _explain(self, error: Exception, step: int) -> UserError:
+    def _explain(self, error: BaseException, step: int) -> UserError:
         failures = getattr(error, "failures", None)  # which rank failed and why
         if failures:
             rank, (cause, _) = next(iter(failures.items()))

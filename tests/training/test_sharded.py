@@ -1,5 +1,6 @@
 """Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from angpt.errors import UserError
 from angpt.inference.source import open_source
 from angpt.training import checkpoint
 from angpt.training.reporter import Quiet
@@ -123,3 +125,31 @@ def test_begun_by_one_process_goes_on_with_three_ranks(data, tmp_path):
         subprocess.run(["rm", "-r", path], check=True)
     assert spread(run_on_ranks, 3, config, run.path) == ["finished"] * 3
     close(run, whole)
+
+
+def run_with_a_full_disk(config, out):
+    """Rank 1 cannot write the checkpoint of step 4."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    write = HuggingFaceStorageWriter.write_data
+
+    def full(self, *args):
+        if "000000004" in str(self.path) and os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        return write(self, *args)
+
+    HuggingFaceStorageWriter.write_data = full
+    try:
+        return run_on_ranks(config, out)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_by_all_and_leaves_the_last_good_one(data, tmp_path):
+    run = Run(tmp_path / "run")
+    first, second = spread(run_with_a_full_disk, 2, small(data, parallel="fsdp"), run.path)
+    assert "step-000000004: the checkpoint could not be written: the disk is full. The last good one" in first
+    assert "the checkpoint of step 4 could not be written (rank 1" in second
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000000002"]
+    assert spread(run_on_ranks, 2, small(data, parallel="fsdp"), run.path) == ["finished"] * 2

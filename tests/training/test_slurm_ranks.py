@@ -10,11 +10,13 @@ import pytest
 
 from angpt.config import to_toml
 from angpt.training.run import Run
+from tests.studies.conftest import write_study
 from tests.training.conftest import small, without_timing
 from tests.training.ranks import spread
 from tests.training.test_sharded import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
+NODES = "cpus = 1\nnodes = 2"
 
 
 def until(condition, slurm, seconds=200):
@@ -53,3 +55,16 @@ def test_fsdp_on_two_nodes_resumes_after_a_requeue(slurm_of_two_nodes, data, tmp
     whole = Run(tmp_path / "whole")
     assert spread(run_on_ranks, 2, config, whole.path) == ["finished"] * 2
     assert without_timing(run) == without_timing(whole)
+
+
+@pytest.mark.slow
+def test_runs_of_a_study_may_have_several_processes(slurm_of_two_nodes, data, tmp_path):
+    single = (('["gpt+", "angpt"]', '["gpt+"]'), ('["a", "b"]', '["b"]'), ("[128, 256]", "[128]"))
+    file = write_study(tmp_path / "s.toml", data, *single, ("[0.004, 0.016, 0.064]", "[0.016]"), ("cpus = 1", NODES))
+    environment = os.environ | slurm_of_two_nodes.environment | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "angpt", "study", "run", str(file), f"--out={tmp_path / 's'}", "--slurm"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr + slurm_of_two_nodes.logs()
+    (folder,) = (tmp_path / "s" / "runs").iterdir()
+    assert Run(folder).summary().status == "finished"
+    assert Run(folder).summary().environment["ranks"] == "2"
