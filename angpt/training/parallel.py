@@ -188,8 +188,13 @@ class Ranks(Alone):
 
     def writer(self, checkpoints: Path, keep: int) -> "Writer":
         """Of checkpoints that all ranks write together."""
-        from angpt.training.sharded import Writer
-
+        try:
+            from angpt.training.sharded import Writer
+        except ImportError as error:
+            raise UserError(
+                f"PyTorch {torch.__version__} does not write checkpoints of several processes as safetensors ({error}); "
+                "install a newer one (tested with 2.13)"
+            ) from error
         return Writer(self, checkpoints, keep)
 
     def shard(self, model: "Decoder", dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
