@@ -19,8 +19,9 @@ from angpt.errors import UserError
 from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training.engine import Engine
-from angpt.training.parallel import Watchdog, agree, connect
+from angpt.training.parallel import agree, connect
 from angpt.training.plan import make_plan
+from angpt.training.watchdog import Watchdog
 from tests.training.conftest import small
 from tests.training.ranks import spread
 
