@@ -67,14 +67,14 @@ def fake_cluster(folder, monkeypatch, answer, code=0):
 def test_what_is_asked_of_slurm(tmp_path, monkeypatch):
     fake_cluster(tmp_path, monkeypatch, "Submitted batch job 77")
     config = SlurmConfig(
-        "gpu", hours=1.5, gpus=2, cpus=3, memory_gb=10, account="us", qos="low", setup=("module load x",),
+        "gpu", hours=1.5, gpus=2, cpus=6, memory_gb=10, account="us", qos="low", setup=("module load x",),
         extra={"constraint": "a100"},
     )  # fmt: skip
     assert submit(print, tmp_path / "logs", "angpt/x y", config) == "77"
     lines = (tmp_path / "logs" / "77_submission.sh").read_text().splitlines()
     expected = {
         "partition=gpu", "time=90", "gpus-per-node=2", "cpus-per-task=3", "mem=10240M", "account=us", "qos=low",
-        "constraint=a100", "job-name=angpt-x-y", "signal=USR2@120", "open-mode=append", "nodes=1", "ntasks-per-node=1",
+        "constraint=a100", "job-name=angpt-x-y", "signal=USR2@120", "open-mode=append", "nodes=1", "ntasks-per-node=2",
     }  # fmt: skip
     assert {f"#SBATCH --{option}" for option in expected} <= set(lines)
     assert "#SBATCH --requeue" in lines
