@@ -290,7 +290,8 @@ def test_ctrl_c_at_any_moment_is_an_interrupt(data, tmp_path):
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
         codes.append(process.returncode)
-        assert codes[-1] in (3, 130), (delay, out, errors)  # 130: it was still importing
+        # 130: it was still importing; -2: inside of an exec of torch's, after which CPython ends by the signal itself
+        assert codes[-1] in (3, 130, -signal.SIGINT), (delay, out, errors)
         assert ("the same command goes on" in out) == (codes[-1] == 3)
         assert not errors
     assert 3 in codes
