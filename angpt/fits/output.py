@@ -110,7 +110,9 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
 
 
 def estimate_text(value: Estimate, form: str = ".4f") -> str:
-    """0.4663 [0.4512, 0.4801]."""
+    """0.4663 [0.4512, 0.4801]; what has vanished is 0."""
+    if 0 < abs(value.value) < 1e-12:
+        value = Estimate(0.0, value.low, value.high)
     if value.low is None or value.high is None:
         return f"{value.value:{form}} (no interval)".replace("-", "−")
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")

@@ -60,7 +60,7 @@ def test_seeds_are_averaged():
     """Four seeds halve the noise."""
     spread = {}
     for seeds in (1, 4):
-        laws = [trend(fit(sweep_records(VALLEY, SIZES, 0.002, seed, seeds=seeds))) for seed in range(40)]
+        laws = [trend(fit(sweep_records(VALLEY, SIZES, 0.002, seed, seeds=seeds))) for seed in range(25)]
         spread[seeds] = np.std([law.lr.exponent for law in laws])
     assert 0.3 < spread[4] / spread[1] < 0.75
 

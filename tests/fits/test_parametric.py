@@ -29,8 +29,12 @@ def test_all_parameters_without_noise(law):
 
 
 def test_without_irreducible_loss():
-    found = fit(multiples(FREE, SIZES, RATIOS))
-    assert found.parameters()["E"].value < 0.02
+    found = fit(multiples(FREE, SIZES, RATIOS, noise=1e-4), bootstrap=200)
+    e = found.parameters()["E"]
+    assert e.low == 0
+    assert e.value < 0.01
+    assert found.reducible
+    assert not fit(multiples(LAW, SIZES, RATIOS)).reducible
     assert found.exponents()["parameters"][0] == pytest.approx(FREE.exponents["parameters"], abs=0.01)
 
 
