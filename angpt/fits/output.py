@@ -98,6 +98,7 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
         values["parametric"] = {
             "parameters": p.parameters(),
             "exponents": {QUANTITIES[name]: p.estimate(v) for name, v in p.exponents().items()},
+            "prefactors": {QUANTITIES[name]: p.estimate(v).exp() for name, v in p.log_prefactors().items()},
             "compute": {"k": p.scale[0], "gamma": p.scale[1]},
             "huber_delta": p.delta,
             "deviation_of_log": p.deviation,
@@ -168,7 +169,9 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
                     laws.add_row(f"{label(f.architecture)} {text}", short, *row)
                 elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
                     what = "L(C) − E" if name == "loss" else text
-                    row = "", estimate_text(p.estimate(p.exponents()[name])), str(p.points)
+                    at_one = p.log_prefactors().get(name)
+                    first = "" if at_one is None else estimate_text(p.estimate(at_one).exp(), ".3g")
+                    row = first, estimate_text(p.estimate(p.exponents()[name])), str(p.points)
                     laws.add_row(f"{label(f.architecture)} {what}", short, *row)
     parametric = _table(
         "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals", "", *(label(f.architecture) for f in fit.architectures)

@@ -149,6 +149,11 @@ class Parametric:
         a, b, gamma = self.theta[:, 3], self.theta[:, 4], self.scale[1]
         return {"parameters": b / (a + gamma * b), "tokens": a / (a + gamma * b), "loss": -a * b / (a + gamma * b)}
 
+    def log_prefactors(self) -> dict[str, Floats]:
+        """Logarithms of those of N_opt(C) and D_opt(C), which are their values at C = 1, for all rows."""
+        n, d, _ = self.log_optimum(0.0)
+        return {"parameters": n, "tokens": d}
+
     def log_optimum(self, log_compute: Floats | float) -> tuple[Floats, Floats, Floats]:
         """log N, log D and log L of the best allocation at a compute, for all rows.
 
