@@ -105,7 +105,8 @@ def _loss_range(size: SizeFit) -> tuple[float, float]:
         return 0.0, 1.0
     low = min(losses)
     high = min(max(losses), low + 4 * float(np.median(np.array(losses) - low)) + 1e-3 * low)
-    return low - 0.08 * (high - low), high + 0.1 * (high - low)
+    room = (high - low) or 0.1 * high
+    return low - 0.08 * room, high + 0.1 * room
 
 
 def trends(fit: HparamFit) -> Chart | Absent:

@@ -120,14 +120,15 @@ def fit_hparams(table: Table, multiple: float | None = None) -> HparamFit:
         mine = [c for c in cells if c.record.architecture == architecture]
         theirs = [r for r in lost if r.architecture == architecture]
         counts = sorted({c.record.parameters for c in mine})
-        if len(counts) < 2:
-            raise UserError(
-                f"{label(architecture)}: all runs have {quantity(counts[0])} parameters; a law in the size of the "
-                "model needs two sizes at least, and three for an interval"
-            )
         found = [fit_size([c for c in mine if c.record.parameters == n], theirs) for n in counts]
         sizes += found
         optima = [(size.parameters, size.optimum) for size in found if size.optimum is not None]
+        if len(counts) < 2:
+            notes.append(
+                f"{label(architecture)}: all runs have {quantity(counts[0])} parameters; a law in the size of the "
+                "model needs two sizes at least, and three for an interval: no law"
+            )
+            continue
         if len(optima) < 2:
             notes.append(f"{label(architecture)}: {_count(len(optima))} with an optimum inside of its grid: no law")
             continue

@@ -173,8 +173,8 @@ def fit_level(runs: Sample, slope: float) -> Level:
     design = np.vander(x, 3, increasing=True)
     inverse = np.linalg.inv(design.T @ design)
     constant, linear, bend = inverse @ design.T @ y[near]
-    step = -linear / (2 * bend)
-    if bend <= 0 or not x[0] < step < x[-1]:
+    step = -linear / (2 * bend) if bend > 0 else math.inf
+    if not x[0] < step < x[-1]:
         return dataclasses.replace(level, problem="the losses have no minimum inside of the sizes tried")
     # The slope and the loss at the vertex as functions of (constant, linear, bend).
     of_slope, of_loss = np.array([0.0, 1.0, 2 * step]), np.array([1.0, step, step**2])

@@ -17,10 +17,13 @@ from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import Estimate, PowerLaw
-from angpt.fits.scaling import APPROACHES, QUANTITIES, ArchitectureFit, ScalingFit
+from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.report.chart import Absent, Chart, write_chart
 from angpt.studies.text import label, quantity
 from angpt.system import write_atomically
+
+SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}
+"""The approaches in tables, which must fit a terminal."""
 
 
 def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Chart | Absent]) -> list[str]:
@@ -95,6 +98,7 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
         values["parametric"] = {
             "parameters": p.parameters(),
             "exponents": {QUANTITIES[name]: p.estimate(v) for name, v in p.exponents().items()},
+            "prefactors": {QUANTITIES[name]: p.estimate(v).exp() for name, v in p.log_prefactors().items()},
             "compute": {"k": p.scale[0], "gamma": p.scale[1]},
             "huber_delta": p.delta,
             "deviation_of_log": p.deviation,
@@ -110,7 +114,9 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
 
 
 def estimate_text(value: Estimate, form: str = ".4f") -> str:
-    """0.4663 [0.4512, 0.4801]."""
+    """0.4663 [0.4512, 0.4801]; what has vanished is 0."""
+    if 0 < abs(value.value) < 1e-12:
+        value = Estimate(0.0, value.low, value.high)
     if value.low is None or value.high is None:
         return f"{value.value:{form}} (no interval)".replace("-", "−")
     return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
@@ -153,55 +159,47 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
 
 def scaling_tables(fit: ScalingFit) -> list[Table]:
     """Exponents by each approach, the parametric law, and the comparison."""
-    laws = _table(
-        "Power laws of the compute C, with 95 % intervals", "approach and law", "prefactor", "exponent", "points"
-    )
-    parametric = _table(
-        "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals", "", *(label(f.architecture) for f in fit.architectures)
-    )
+    laws = _table("Power laws of the compute C, with 95 % intervals", "law", "by", "prefactor", "exponent", "n")
     for f in fit.architectures:
-        for approach, title in APPROACHES.items():
+        for approach, short in SHORT.items():
             for name, text in QUANTITIES.items():
                 law = f.law(approach, name)
                 if law is not None:
-                    row = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(law.points)
-                    laws.add_row(f"{label(f.architecture)}, {title}: {text}", *row)
+                    row = estimate_text(law.prefactor, ".3g"), estimate_text(law.slope), str(law.points)
+                    laws.add_row(f"{label(f.architecture)} {text}", short, *row)
                 elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
                     what = "L(C) − E" if name == "loss" else text
-                    row = "", estimate_text(p.estimate(p.exponents()[name])), str(p.points)
-                    laws.add_row(f"{label(f.architecture)}, {title}: {what}", *row)
+                    at_one = p.log_prefactors().get(name)
+                    first = "" if at_one is None else estimate_text(p.estimate(at_one).exp(), ".3g")
+                    row = first, estimate_text(p.estimate(p.exponents()[name])), str(p.points)
+                    laws.add_row(f"{label(f.architecture)} {what}", short, *row)
+    parametric = _table(
+        "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals", "", *(label(f.architecture) for f in fit.architectures)
+    )
     found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
     for name in next((list(p) for p in found if p), ()):
         parametric.add_row(name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
-    tables = [laws, *([parametric] if parametric.row_count else [])]
-    if fit.comparisons:
-        tables += _comparison_tables(fit)
-    return tables
+    tables = [table for table in (laws, parametric) if table.row_count]
+    return [*tables, *(_comparison_tables(fit) if fit.comparisons else ())]
 
 
 def _comparison_tables(fit: ScalingFit) -> list[Table]:
     base = label(fit.comparisons[0].baseline)
-    exponents = _table(
-        f"Are the exponents those of {base}?", "approach and law", base, "other", "difference", "p", "differ"
-    )
-    savings = _table(f"Compute over that of {base} at equal loss", "approach", "at loss", "ratio", "saved")
+    title = f"Are the exponents those of {base}?"
+    exponents = _table(title, "law", "by", base, "its own", "difference", "differ?")
+    savings = _table(f"Compute over that of {base} at equal loss", "", "by", "at loss", "ratio", "saved")
     for c in fit.comparisons:
-        name = f"{label(c.other)}, {APPROACHES[c.approach]}"
+        name, short = label(c.other), SHORT[c.approach]
         for e in c.exponents:
-            d, p = e.difference, e.difference.p_value
-            known = d.estimate.low is not None and d.estimate.high is not None
-            differ = "unknown" if not known else "no" if d.estimate.covers(0.0) else "yes"
-            cells = (
-                f"{e.baseline:.4f}",
-                f"{e.other:.4f}",
-                estimate_text(d.estimate, "+.4f"),
-                "" if p is None else f"{p:.2g}",
-            )
-            exponents.add_row(f"{name}: {e.quantity}", *(cell.replace("-", "−") for cell in cells), differ)
+            d = e.difference
+            differ = "unknown"
+            if d.estimate.low is not None and d.p_value is not None:
+                differ = f"{'no' if d.estimate.covers(0.0) else 'yes'} (p {d.p_value:.2g})"
+            cells = f"{e.baseline:.4f}", f"{e.other:.4f}", estimate_text(d.estimate, "+.4f"), differ
+            exponents.add_row(f"{name} {e.quantity}", short, *(cell.replace("-", "−") for cell in cells))
         for s in c.savings:
-            ratio = s.factor
-            saved = f"{100 * (1 - ratio.value):.0f} %".replace("-", "−")
-            savings.add_row(name, f"{s.loss:.3f}", estimate_text(ratio, ".3f"), saved)
+            saved = f"{100 * (1 - s.factor.value):.0f} %".replace("-", "−")
+            savings.add_row(name, short, f"{s.loss:.3f}", estimate_text(s.factor, ".3f"), saved)
         if c.problem:
-            savings.add_row(name, "", c.problem, "")
+            savings.add_row(name, short, "", c.problem, "")
     return [exponents, savings]

@@ -26,6 +26,8 @@ EFFICIENT = 1.345
 """Huber's δ in standard deviations, for 95 % of the efficiency of least squares under normal noise."""
 STARTS = 2000
 """Points that the search from many starts looks at; the rest join when it has found the valley."""
+NO_LOSS = 1e-6
+"""An irreducible loss below this is none: its logarithm has left for minus infinity."""
 APART = 0.05
 """Standard deviation of log D at a given N that there must be."""
 WORK = 2_000_000
@@ -130,15 +132,27 @@ class Parametric:
         return bootstrap_interval(values, self.freedom)
 
     def parameters(self) -> dict[str, Estimate]:
-        e, a_, b_ = (self.estimate(self.theta[:, i]).exp() for i in range(3))
-        return dict(
-            zip(NAMES, (e, a_, b_, self.estimate(self.theta[:, 3]), self.estimate(self.theta[:, 4])), strict=True)
-        )
+        """E on its own scale, which ends at zero; A and B on that of their logarithms."""
+        e = self.estimate(np.exp(self.theta[:, 0]))
+        e = Estimate(e.value, None if e.low is None else max(0.0, e.low), e.high)
+        a_, b_ = (self.estimate(self.theta[:, i]).exp() for i in (1, 2))
+        return dict(zip(NAMES, (e, a_, b_, *map(self.estimate, self.theta[:, 3:].T)), strict=True))
+
+    @property
+    def reducible(self) -> bool:
+        """Whether E is not told apart from zero."""
+        e = self.parameters()["E"]
+        return (e.value if e.low is None else e.low) < NO_LOSS
 
     def exponents(self) -> dict[str, Floats]:
         """Of N_opt(C), of D_opt(C), and of L(C) − E, for all rows."""
         a, b, gamma = self.theta[:, 3], self.theta[:, 4], self.scale[1]
         return {"parameters": b / (a + gamma * b), "tokens": a / (a + gamma * b), "loss": -a * b / (a + gamma * b)}
+
+    def log_prefactors(self) -> dict[str, Floats]:
+        """Logarithms of those of N_opt(C) and D_opt(C), which are their values at C = 1, for all rows."""
+        n, d, _ = self.log_optimum(0.0)
+        return {"parameters": n, "tokens": d}
 
     def log_optimum(self, log_compute: Floats | float) -> tuple[Floats, Floats, Floats]:
         """log N, log D and log L of the best allocation at a compute, for all rows.
@@ -147,21 +161,21 @@ class Parametric:
         """
         _, log_a, log_b, a, b = self.theta.T
         k, gamma = self.scale
-        with np.errstate(invalid="ignore"):  # a sample with an exponent below zero has no optimum
-            ratio = np.log(a / (gamma * b))
-        n = (ratio + log_a - log_b + b * (np.asarray(log_compute) - k)) / (a + gamma * b)
-        d = log_compute - k - gamma * n
-        terms = np.stack([self.theta[:, 0], log_a - a * n, log_b - b * d])
-        return n, d, np.logaddexp.reduce(terms, axis=0)
+        with np.errstate(all="ignore"):  # a sample with an exponent below zero has no optimum, and becomes NaN
+            n = (np.log(a / (gamma * b)) + log_a - log_b + b * (np.asarray(log_compute) - k)) / (a + gamma * b)
+            d = log_compute - k - gamma * n
+            terms = np.stack([self.theta[:, 0], log_a - a * n, log_b - b * d])
+            return n, d, np.logaddexp.reduce(terms, axis=0)
 
     def log_compute(self, loss: float) -> Floats:
         """log of the compute at which the best allocation reaches a loss, for all rows; infinite below E."""
-        slope = self.exponents()["loss"]
-        _, _, at_zero = self.log_optimum(0.0)
-        reducible = np.exp(at_zero) - np.exp(self.theta[:, 0])
+        middle = sum(map(math.log, self.compute)) / 2
+        _, log_a, log_b, a, b = self.theta.T
+        n, d, _ = self.log_optimum(middle)
         left = loss - np.exp(self.theta[:, 0])
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(left > 0, np.log(np.maximum(left, 1e-300) / reducible) / slope, np.inf)
+        with np.errstate(all="ignore"):
+            above = np.log(left) - np.logaddexp(log_a - a * n, log_b - b * d)  # of the reducible loss there
+            return np.where(left > 0, middle + above / self.exponents()["loss"], np.inf)
 
 
 def bootstrap_interval(values: Floats, freedom: float) -> Estimate:

@@ -4,12 +4,13 @@ Whatever is left out or put together on the way is said in the notes, which ever
 """
 
 import csv
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from angpt.errors import UserError, nearest
 from angpt.studies.text import LABELS
@@ -212,12 +213,9 @@ def _run_record(path: Path, curves: bool) -> Record:
     status: Status = "unfinished"
     if summary is not None and summary.status != "interrupted":
         status = "finished" if summary.status == "finished" and summary.val_loss is not None else "diverged"
-    # What sets runs apart beside size, budget, batch and rate; how they are watched and saved does not.
-    other = (
-        f"beta2={optimizer.beta2:g} warmup={optimizer.warmup} decay={optimizer.weight_decay} clip={optimizer.clip:g} "
-        f"context={model.context} data={config.data.path} tuning={config.data.tuning_split:g} d={model.d_model} "
-        f"layers={model.n_layers} heads={model.n_heads} scale={model.stored_scale} alpha={model.alpha_init:g}"
-    )
+    # What sets runs apart beside architecture, size, budget, batch and rate; how they are watched and saved does not.
+    other: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("model", "data", "optimizer")}
+    del other["model"]["architecture"], other["optimizer"]["lr"]
     points: list[tuple[float, float]] = []
     if curves and status == "finished":
         try:
@@ -241,7 +239,7 @@ def _run_record(path: Path, curves: bool) -> Record:
         batch_tokens=None if config.batch_tokens is None else float(config.batch_tokens),
         lr=optimizer.lr,
         seed=str(config.seed),
-        settings=other,
+        settings=json.dumps(other),
         embedding_parameters=table,
         head_parameters=table,
         attention_flops=float(3 * model.n_layers * 4 * model.d_model * model.context // 2),

@@ -165,6 +165,8 @@ def _notes(fit: Frontier | IsoFlop | Parametric) -> Sequence[str]:
     notes = []
     if fit.agreeing < 2:
         notes.append(f"only one of {fit.tried} starts reached the lowest loss; it may not be the lowest there is")
+    if fit.reducible:
+        notes.append("the irreducible loss E is not told apart from zero")
     if fit.freedom < 1:
         notes.append("as many parameters as points: no intervals")
     return notes

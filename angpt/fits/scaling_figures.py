@@ -27,6 +27,8 @@ MANY = 1500
 """Points from which a cloud is drawn as pixels also in SVG files."""
 CURVES = 8
 """Sizes or levels drawn of many."""
+FAR = 30.0
+"""Factor beyond the sizes tried up to which an optimum is drawn."""
 NEAR = 0.05
 """Part by which a size may differ from one that is drawn, and still be drawn with it."""
 T = TypeVar("T")
@@ -97,11 +99,13 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
             ax.set(title="Parameters N_opt(C)" if name == "parameters" else "Tokens D_opt(C)")
             ax.set_ylabel("parameters" if name == "parameters" else "tokens")
         handles = [Line2D([], [], color=style[f.architecture].color, lw=2, label=label(f.architecture)) for f in having]
-        handles += [
-            Line2D([], [], color=INK, marker=".", ls="--", lw=1.4, label="compute-binned minima and law"),
-            Line2D([], [], color=INK, marker="D", mfc="white", ls="none", ms=5, label="IsoFLOP minima"),
-            Line2D([], [], color=INK, ls=":", lw=1.4, label="parametric fit"),
-        ]
+        if any(f.law("frontier", "parameters") is not None for f in having):
+            text = "compute-binned minima and law"
+            handles.append(Line2D([], [], color=INK, marker=".", ls="--", lw=1.4, label=text))
+        if any(isinstance(f.isoflop, IsoFlop) for f in having):
+            handles.append(Line2D([], [], color=INK, marker="D", mfc="white", ls="none", ms=5, label="IsoFLOP minima"))
+        if any(isinstance(f.parametric, Parametric) for f in having):
+            handles.append(Line2D([], [], color=INK, ls=":", lw=1.4, label="parametric fit"))
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 5)
         return figure
 
@@ -118,13 +122,16 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
                     words.append(f"{label(f.architecture)}: {text}")
         if isinstance(f.parametric, Parametric):
             for q, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
-                e = f.parametric.estimate(f.parametric.exponents()[name])
-                rows.append((f.architecture, "parametric", q, None, e.value, e.low, e.high))
+                p = f.parametric
+                e, first = p.estimate(p.exponents()[name]), p.estimate(p.log_prefactors()[name]).exp().value
+                rows.append((f.architecture, "parametric", q, first, e.value, e.low, e.high))
     return Chart(
         name="optimal",
         title=title,
-        caption="Best number of parameters and of tokens at each compute, where a smaller and a larger model were "
-        f"tried. Bands: 95 % intervals of the law of the binned minima. {'. '.join(words)}. {fit.counting}.",
+        caption="Best number of parameters and of tokens at each compute, by the approaches that say so. Minima are "
+        "those with a smaller and a larger model beside them; bands are the 95 % intervals of their law. "
+        + "".join(f"{text}. " for text in words)
+        + f"{fit.counting}.",
         alt=f"Two panels on logarithmic axes: optimal parameters and tokens against compute. {'; '.join(words)}.",
         columns=("architecture", "approach", "quantity", "prefactor", "exponent", "low", "high"),
         rows=tuple(rows),
@@ -133,7 +140,21 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
 
 
 def _has_optimum(f: ArchitectureFit) -> bool:
-    return f.law("frontier", "parameters") is not None or isinstance(f.isoflop, IsoFlop)
+    found = f.law("frontier", "parameters") is not None or isinstance(f.isoflop, IsoFlop)
+    return found or len(_parametric_optimum(f, "parameters")[0]) > 0
+
+
+def _parametric_optimum(f: ArchitectureFit, name: str) -> tuple[Floats, Floats]:
+    """Compute, and the best size or tokens there, as far as they are not far from anything tried."""
+    if isinstance(f.parametric, str):
+        return np.empty(0), np.empty(0)
+    x = np.geomspace(*f.parametric.compute, 40)
+    n, d, _ = (
+        np.array(v) for v in zip(*([w[0] for w in f.parametric.log_optimum(math.log(c))] for c in x), strict=True)
+    )
+    tried = np.log(f.sample.parameters)
+    near = (n > tried.min() - math.log(FAR)) & (n < tried.max() + math.log(FAR))
+    return x[near], np.exp((n if name == "parameters" else d)[near])
 
 
 def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: Look) -> None:
@@ -148,10 +169,7 @@ def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: Look) -> None:
     if isinstance(f.isoflop, IsoFlop):
         at = [(lev.compute, getattr(lev.vertex, name)) for lev in f.isoflop.levels if lev.vertex is not None]
         ax.plot(*zip(*at, strict=True), "D", mec=look.color, mfc="white", mew=1.4, ms=5.5, zorder=6)
-    if isinstance(f.parametric, Parametric):
-        x = np.log(np.geomspace(*f.parametric.compute, 40))
-        y = [f.parametric.log_optimum(c)[0 if name == "parameters" else 1][0] for c in x]
-        ax.plot(np.exp(x), np.exp(y), ":", color=look.color, lw=1.5)
+    ax.plot(*_parametric_optimum(f, name), ":", color=look.color, lw=1.5)
 
 
 def isoflop_curves(fit: ScalingFit) -> Chart | Absent:

@@ -55,6 +55,21 @@ def test_hparams(tmp_path, capsys):
     assert "lr = " in (tmp_path / "rules.toml").read_text()
 
 
+def test_hparams_of_one_size(tmp_path, capsys):
+    """The sweeps are drawn, and there is no law."""
+    source = write_csv(tmp_path / "x.csv", sweep_records(Valley(), MODELS[:1], batches=1))
+    code, text, _ = run(capsys, "fit", "hparams", source, "--out", tmp_path / "out")
+    assert code == 0
+    assert "all runs have 32M parameters" in text
+    assert "1 of 1 batch sizes have a best rate inside of their grid, three are needed: no optimum" in text
+    assert {p.name for p in (tmp_path / "out").glob("*.png")} == {"sweeps.png"}
+    code, _, err = run(
+        capsys, "fit", "hparams", source, "--out", tmp_path / "out", "--write-rules", tmp_path / "r.toml"
+    )
+    assert code == 2
+    assert "there is no law to write" in err
+
+
 def test_scaling(tmp_path, capsys):
     records = isoflop_records(Law(), SIZES, COMPUTES, 0.002, 0, "gpt+")
     records += isoflop_records(Law(A=380, B=380), SIZES, COMPUTES, 0.002, 1, "angpt")
@@ -94,7 +109,7 @@ def test_scaling_of_the_papers_design(tmp_path, capsys):
     )
     assert code == 0
     assert "no N_opt(C), no D_opt(C), and L(C) is that of the best runs made, an upper bound" in text
-    assert "no figure 'Compute-optimal model size and tokens'" in text
+    assert "no figure 'IsoFLOP curves'" in text
     result = json.loads((tmp_path / "scaling.json").read_text())["architectures"]["angpt"]
     assert result["frontier"]["parameters"] is None
     assert result["isoflop"]["none"].startswith("no level of compute")

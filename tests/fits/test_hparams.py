@@ -60,7 +60,7 @@ def test_seeds_are_averaged():
     """Four seeds halve the noise."""
     spread = {}
     for seeds in (1, 4):
-        laws = [trend(fit(sweep_records(VALLEY, SIZES, 0.002, seed, seeds=seeds))) for seed in range(40)]
+        laws = [trend(fit(sweep_records(VALLEY, SIZES, 0.002, seed, seeds=seeds))) for seed in range(25)]
         spread[seeds] = np.std([law.lr.exponent for law in laws])
     assert 0.3 < spread[4] / spread[1] < 0.75
 
@@ -164,8 +164,13 @@ def test_of_several_settings_the_best_is_taken():
 
 
 def test_one_size_is_no_law():
-    with pytest.raises(UserError, match="all runs have 32M parameters; a law in the size of the model needs two sizes"):
-        fit(sweep_records(VALLEY, SIZES[:1]))
+    """Its optimum is there all the same."""
+    found = fit(sweep_records(VALLEY, SIZES[:1]))
+    assert found.trends == ()
+    assert any("all runs have 32M parameters; a law in the size of the model needs two sizes" in n for n in found.notes)
+    assert (found.sizes[0].optimum.batch_tokens, found.sizes[0].optimum.lr) == pytest.approx(
+        VALLEY.best(32e6), rel=0.01
+    )
 
 
 def test_two_sizes_leave_no_interval():

@@ -29,8 +29,12 @@ def test_all_parameters_without_noise(law):
 
 
 def test_without_irreducible_loss():
-    found = fit(multiples(FREE, SIZES, RATIOS))
-    assert found.parameters()["E"].value < 0.02
+    found = fit(multiples(FREE, SIZES, RATIOS, noise=1e-4), bootstrap=200)
+    e = found.parameters()["E"]
+    assert e.low == 0
+    assert e.value < 0.01
+    assert found.reducible
+    assert not fit(multiples(LAW, SIZES, RATIOS)).reducible
     assert found.exponents()["parameters"][0] == pytest.approx(FREE.exponents["parameters"], abs=0.01)
 
 
@@ -88,6 +92,8 @@ def test_the_optimum_is_that_of_a_search():
             assert math.exp(log_loss) == pytest.approx(losses[best], rel=1e-6)
             assert math.exp(log_d) == pytest.approx(compute / (factor * n[best] ** gamma), rel=1e-3)
             assert found.log_compute(math.exp(log_loss))[0] == pytest.approx(math.log(compute), rel=1e-6)
+            power = compute ** found.exponents()["parameters"][0]
+            assert math.exp(found.log_prefactors()["parameters"][0]) * power == pytest.approx(n[best], rel=1e-3)
         a, b = (found.exponents()[k][0] for k in ("parameters", "tokens"))
         assert gamma * a + b == pytest.approx(1)
     assert found.log_compute(LAW.E * 0.99)[0] == math.inf

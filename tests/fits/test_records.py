@@ -2,13 +2,14 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 
 from angpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.fits.compute import Counting, make_curves, make_sample
-from angpt.fits.records import Record, average, read_table
+from angpt.fits.records import COLUMNS, Record, average, read_table
 from angpt.models.variants import build
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
@@ -210,3 +211,8 @@ def test_the_best_of_each_size_and_budget():
 def test_architectures_come_in_the_order_of_table_1():
     records = [Record("x", name, 1e8, 1e9, 3.0) for name in ("angpt/no-lerp", "angpt", "gpt+", "ngpt")]
     assert average(records).architectures() == ["gpt+", "ngpt", "angpt", "angpt/no-lerp"]
+
+
+def test_every_column_is_documented():
+    text = (Path(__file__).parents[2] / "docs" / "fits.md").read_text(encoding="utf-8")
+    assert not [name for name in COLUMNS if f"`{name}`" not in text]

@@ -1,3 +1,6 @@
+import contextlib
+import dataclasses
+import json
 import math
 
 import numpy as np
@@ -5,8 +8,13 @@ import pytest
 
 from angpt.errors import UserError
 from angpt.fits.compute import Counting
+from angpt.fits.hparam_figures import sweeps, trends
+from angpt.fits.hparams import fit_hparams
+from angpt.fits.output import hparam_tables, hparam_values, plain, scaling_tables, scaling_values
 from angpt.fits.records import Record, average
 from angpt.fits.scaling import APPROACHES, Options, fit_scaling
+from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
+from angpt.report.chart import Absent, Chart
 from tests.fits.synthetic import Law, isoflop_records
 
 SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)
@@ -78,7 +86,7 @@ def test_compute_saved_without_noise(approach):
 
 
 @pytest.mark.parametrize(
-    ("E", "approaches"), [(0.0, ("frontier", "isoflop")), (Law.E, ("parametric",))], ids=["no E", "E"]
+    ("E", "approaches"), [(0.0, ("frontier", "isoflop")), pytest.param(Law.E, ("parametric",), marks=pytest.mark.slow)]
 )
 def test_savings_and_differences_cover_the_truth(E, approaches):
     """Equal exponents are told apart in few trials, and the true ratio lies in the intervals of most.
@@ -192,3 +200,45 @@ def test_attention_changes_what_counts():
 def test_options_are_checked(values, message):
     with pytest.raises(UserError, match=message):
         options(**values)
+
+
+def odd_records(rng):
+    """Runs as no one would plan them: few, many, equal losses, wild losses, diverged ones."""
+    kind, records = rng.integers(5), []
+    for name in ("gpt+", "angpt", "x")[: rng.integers(1, 4)]:
+        for n in np.round(np.geomspace(1e6, 10 ** rng.uniform(6.5, 10), rng.integers(1, 8))):
+            budgets = rng.choice([1e8, 1e9, 1e10], 3) if kind < 2 else 10 ** rng.uniform(18, 21, rng.integers(1, 5)) / n
+            for d in budgets:
+                true = Law().loss(n, d)
+                noisy = true * math.exp(0.01 * rng.standard_normal())
+                loss = (3.0, float(rng.uniform(1, 5)), true, noisy, round(true, 1))[kind]
+                status = "diverged" if rng.random() < 0.1 else "finished"
+                batch, lr = 2.0 ** rng.integers(10, 14), 2.0 ** rng.integers(-9, -4)
+                records.append(Record("x", name, n, d, loss, status, batch, lr, str(rng.integers(3)),
+                                      curve=((d / 2, loss), (d, loss))))  # fmt: skip
+    return records
+
+
+def test_whatever_comes_is_fitted_or_explained():
+    """No odd table ends in anything but a result or a message for the user, and every result can be shown."""
+    shown = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        records = odd_records(rng)
+        with contextlib.suppress(UserError):
+            how = options(bootstrap=20, curves=bool(rng.random() < 0.2), bins=int(rng.choice([10, 1500])))
+            found = fit_scaling(average(records), how)
+            json.dumps(plain(scaling_values(found, "")), allow_nan=False)
+            scaling_tables(found)
+            assert isinstance(loss_over_compute(found), Chart)
+            for make in (optimal_sizes, isoflop_curves, parametric_law, savings):
+                assert isinstance(make(found), Chart | Absent)
+            shown += 1
+        with contextlib.suppress(UserError):
+            swept = fit_hparams(average([dataclasses.replace(r, tokens=20 * r.parameters) for r in records]))
+            json.dumps(plain(hparam_values(swept, "")), allow_nan=False)
+            assert hparam_tables(swept)
+            assert isinstance(sweeps(swept), Chart)
+            assert isinstance(trends(swept), Chart | Absent)
+            shown += 1
+    assert shown > 20
