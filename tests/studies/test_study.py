@@ -169,7 +169,8 @@ def test_a_failed_run_is_reported_and_tried_again_on_demand(make, capsys):
     assert outcome(study).complete
 
 
-def test_a_process_that_dies_is_a_failure(make):
+def test_a_process_that_dies_is_a_failure(make, monkeypatch):
+    monkeypatch.setattr("angpt.studies.executor.POLL_SECONDS", 0.01)  # a run takes less than a second
     study = make(*ONE)
     study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
     first = study.jobs()[0]
