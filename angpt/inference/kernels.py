@@ -3,6 +3,9 @@
 At one row the products are reductions, and what stands between them (norms, residual update, rotation, softmax) is so
 small that every program can compute it again for itself, rather than wait for a kernel of its own to write it down.
 
+From Hopper on a kernel begins while the one before is still at work (OVERLAP): it fetches what does not depend on that
+one, its matrix and vectors, and only then waits. Each kernel waits, so that all before it are done when it goes on.
+
 | kernel | reads | computes |
 |---|---|---|
 | `_read` | W_qkv | the residual update of the layer before, the input norm, q, k, v |
@@ -26,10 +29,9 @@ from torch import Tensor
 from angpt.inference.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
-READ_ROWS, DOWN_ROWS = 8, 4
-"""Rows of a matrix per program: few, so that there are programs enough for the whole device."""
-COLUMNS = 1024
-"""Columns of W_d in registers at once."""
+QKV, UZ, PROJECT, DOWN = (8, 4), (8, 4), (8, 4), (4, 4)
+"""Rows of each matrix per program, few, so that there are programs enough for the whole device; and warps per program, at
+a width of 1,024."""
 TILE = 64
 """Slots of the cache in registers at once."""
 MOST_SPLITS = 16
@@ -39,23 +41,31 @@ NEVER = -1e30
 
 
 @triton.jit
+def _await(OVERLAP: tl.constexpr):
+    """Let the next kernel begin, and wait until the one before has ended."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _seen(
     h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
     UPDATE: tl.constexpr, WRITE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
-    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What a block sees of the stream, after the residual update that is still due, which the first program writes."""
     cols = tl.arange(0, D)
     inside = cols < d
+    if UPDATE and LERP:
+        keep, add = tl.load(keep_ptr + cols, inside, 0.0), tl.load(add_ptr + cols, inside, 0.0)
+    _await(OVERLAP)
     h = tl.load(h_ptr + row * d + cols, inside, 0.0)
     if UPDATE:
         x = tl.load(x_ptr + row * d + cols, inside, 0.0)
         if OUTPUT_NORM:
             x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / d)
-        if LERP:  # noqa: SIM108
-            h = tl.load(keep_ptr + cols, inside, 0.0) * h + tl.load(add_ptr + cols, inside, 0.0) * x
-        else:
-            h = h + x
+        h = keep * h + add * x if LERP else h + x
         if UPDATE_NORM:
             h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
         if WRITE:  # noqa: SIM102
@@ -71,6 +81,7 @@ def _read(
     w_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
     UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr,
     INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y = W · what a block sees; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
     row = tl.program_id(1)
@@ -82,7 +93,7 @@ def _read(
         w_z = tl.load(w_ptr + n.to(tl.int64) * d + at, inside, 0.0)
     h = _seen(
         h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D,
+        UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
     y = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
     if SWIGLU:
@@ -95,13 +106,13 @@ def _read(
 def _finish(
     h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, d,
     LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr,
-    EPS: tl.constexpr, D: tl.constexpr,
+    EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """What the head sees."""
     row, cols = tl.program_id(1), tl.arange(0, D)
     h = _seen(
         h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D,
+        True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
     tl.store(out_ptr + row * d + cols, h, cols < d)
 
@@ -116,11 +127,19 @@ def _turned(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constex
 
 
 @triton.jit
+def _slots(k_ptr, v_ptr, first, last, slot, dims, D_HEAD: tl.constexpr, TILE: tl.constexpr):
+    """Keys and values of a tile of slots, of those before the last and without the one that is being written."""
+    slots = first + tl.arange(0, TILE)
+    at, seen = slots[:, None] * D_HEAD + dims[None, :], ((slots < last) & (slots != slot))[:, None]
+    return tl.load(k_ptr + at, seen, 0.0), tl.load(v_ptr + at, seen, 0.0)
+
+
+@triton.jit
 def _attend(
     qkv_ptr, cos_ptr, sin_ptr, gain_ptr, positions_ptr, k_ptr, v_ptr, acc_ptr, top_ptr, sum_ptr,
     heads, capacity, shown, stride_row, stride_head,
     PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr,
-    D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr,
+    D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head of one row to a part of the slots. The new token is not read from the cache, which another
     program may be writing it to: the first part takes it from registers, and all of them skip its slot."""
@@ -131,6 +150,13 @@ def _attend(
     angle, rotated = row * HALF + tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
     cos = tl.load(cos_ptr + angle, rotated, 1.0)
     sin = tl.load(sin_ptr + angle, rotated, 0.0) * tl.where(dims < HALF, -1.0, 1.0)
+    position = tl.load(positions_ptr + row).to(tl.int32)
+    slot = position % capacity
+    cache = row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
+    first = split * PER_SPLIT
+    last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
+    keys, values = _slots(k_ptr + cache, v_ptr + cache, first, last, slot, dims, D_HEAD, TILE)
+    _await(OVERLAP)
     start = qkv_ptr + row * 3 * d + head * D_HEAD
     q = _turned(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
     k = _turned(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
@@ -140,9 +166,6 @@ def _attend(
     elif GAINS > 1:
         q = q * tl.load(gain_ptr + head * D_HEAD + dims)
 
-    position = tl.load(positions_ptr + row).to(tl.int32)
-    slot = position % capacity
-    cache = row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
     if split == 0:
         tl.store(k_ptr + cache + slot * D_HEAD + dims, k)
         tl.store(v_ptr + cache + slot * D_HEAD + dims, v)
@@ -150,21 +173,17 @@ def _attend(
     total = (split == 0).to(tl.float32)
     top = score * total + NEVER * (1 - total)
     acc = v.to(tl.float32) * total
-    first = split * PER_SPLIT
-    last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
     for tile in range(first, last, TILE):
         slots = tile + tl.arange(0, TILE)
         seen = (slots < last) & (slots != slot)
-        at = cache + slots[:, None] * D_HEAD + dims[None, :]
-        keys = tl.load(k_ptr + at, seen[:, None], 0.0).to(tl.float32)
-        values = tl.load(v_ptr + at, seen[:, None], 0.0).to(tl.float32)
-        scores = tl.where(seen, tl.sum(keys * q[None, :], axis=1), NEVER)
+        scores = tl.where(seen, tl.sum(keys.to(tl.float32) * q[None, :], axis=1), NEVER)
         higher = tl.maximum(top, tl.max(scores, axis=0))
         weights = tl.where(seen, tl.exp(scores - higher), 0.0)
         shrink = tl.exp(top - higher)
-        acc = acc * shrink + tl.sum(values * weights[:, None], axis=0)
+        acc = acc * shrink + tl.sum(values.to(tl.float32) * weights[:, None], axis=0)
         total = total * shrink + tl.sum(weights, axis=0)
         top = higher
+        keys, values = _slots(k_ptr + cache, v_ptr + cache, tile + TILE, last, slot, dims, D_HEAD, TILE)
     part = row * splits + split
     tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
     tl.store(top_ptr + part * heads + head, top)
@@ -174,13 +193,14 @@ def _attend(
 @triton.jit
 def _project(
     w_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
-    D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x = W · attention, its parts weighted by the exponentials that each of them has summed."""
     row = tl.program_id(1)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     inside = (rows < n)[:, None] & (cols < d)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
+    _await(OVERLAP)
     known, part, head = cols < d, row * SPLITS, cols // D_HEAD
     top = tl.load(top_ptr + part * heads + head, known, 0.0)
     for split in tl.static_range(1, SPLITS):
@@ -195,18 +215,17 @@ def _project(
 
 
 @triton.jit
-def _down(w_ptr, y_ptr, x_ptr, n, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+def _down(
+    w_ptr, y_ptr, x_ptr, n, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """x = W · y."""
     row = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.static_range(0, WIDTH, COLUMNS):
-        cols = first + tl.arange(0, COLUMNS)
-        inside = (rows < n)[:, None] & (cols < WIDTH)[None, :]
-        w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :], inside, 0.0)
-        y = tl.load(y_ptr + row * WIDTH + cols, cols < WIDTH, 0.0)
-        acc += w.to(tl.float32) * y[None, :]
-    tl.store(x_ptr + row * n + rows, tl.sum(acc, axis=1), rows < n)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = (rows < n)[:, None] & (cols < width)[None, :]
+    w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], inside, 0.0)
+    _await(OVERLAP)
+    y = tl.load(y_ptr + row * width + cols, cols < width, 0.0)
+    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * y[None, :], axis=1), rows < n)
 
 
 def supports(model: Folded) -> bool:
@@ -216,6 +235,11 @@ def supports(model: Folded) -> bool:
         and model.cfg.d_head in (16, 32, 64, 128, 256)
         and model.dtype in (torch.bfloat16, torch.float16)
     )
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can begin before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class Steps:
@@ -229,17 +253,19 @@ class Steps:
         self.seen = self.update | {"INPUT_NORM": graph.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
         self.qk_norm = graph.qk != "plain"
-        self.warps = 4 if self.padded <= 1024 else 8
+        overlap = overlaps(model.device)
+        self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
     def read(self, weight: Tensor, h: Tensor, due: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
         """The product with a matrix that reads the stream, and the stream, after the update that is due."""
         n = weight.shape[0] // 2 if swiglu else weight.shape[0]
+        rows, warps = UZ if swiglu else QKV
         y = torch.empty(len(h), n, device=h.device)
         x, keep, add = (h, h, h) if due is None else due
         out = h if due is None else torch.empty_like(h)
-        _read[triton.cdiv(n, READ_ROWS), len(h)](
+        _read[triton.cdiv(n, rows), len(h)](
             weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
-            UPDATE=due is not None, SWIGLU=swiglu, ROWS=READ_ROWS, **self.seen, num_warps=self.warps,
+            UPDATE=due is not None, SWIGLU=swiglu, ROWS=rows, num_warps=warps, **self.seen, **self.launch,
         )  # fmt: skip
         return y, out
 
@@ -254,22 +280,26 @@ class Steps:
             qkv, *angles, gain, positions, cache.keys, cache.values, acc, top, total, self.heads, capacity, shown,
             cache.keys.stride(0), cache.keys.stride(1), PER_SPLIT=triton.cdiv(shown, splits), QK_NORM=self.qk_norm,
             GAINS=0 if layer.gain is None else layer.gain.numel(), TILE=TILE, NEVER=NEVER, **self.head,
+            **self.launch,
         )  # fmt: skip
         return acc, top, total
 
     def project(self, weight: Tensor, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
-        x = torch.empty(batch, self.d, device=weight.device)
-        _project[triton.cdiv(self.d, READ_ROWS), batch](
+        x, (rows, warps) = torch.empty(batch, self.d, device=weight.device), PROJECT
+        _project[triton.cdiv(self.d, rows), batch](
             weight, *parts, x, self.d, self.d, self.heads,
-            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS, D=self.padded, num_warps=self.warps,
+            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=rows, D=self.padded, num_warps=warps,
+            **self.launch,
         )  # fmt: skip
         return x
 
     def down(self, weight: Tensor, y: Tensor) -> Tensor:
-        x = torch.empty(len(y), self.d, device=y.device)
-        grid = triton.cdiv(self.d, DOWN_ROWS), len(y)
-        _down[grid](weight, y, x, self.d, WIDTH=self.d_mlp, COLUMNS=COLUMNS, ROWS=DOWN_ROWS)
+        x, width = torch.empty(len(y), self.d, device=y.device), triton.next_power_of_2(self.d_mlp)
+        rows, warps = DOWN
+        _down[triton.cdiv(self.d, rows), len(y)](
+            weight, y, x, self.d, self.d_mlp, ROWS=rows, WIDTH=width, num_warps=warps, **self.launch
+        )
         return x
 
     def finish(self, h: Tensor, due: Any) -> Tensor:
@@ -277,7 +307,7 @@ class Steps:
         x, keep, add = due
         out = torch.empty_like(h)
         vectors = h if keep is None else keep, h if add is None else add
-        _finish[1, len(h)](h, x, *vectors, out, self.d, **self.seen)
+        _finish[1, len(h)](h, x, *vectors, out, self.d, **self.seen, **self.launch)
         return out
 
 

@@ -1,4 +1,4 @@
-"""Hand-written GPU kernels for four places where compiled PyTorch moves two to five times the bytes that it must.
+"""Hand-written GPU kernels for places where compiled PyTorch moves two to five times the bytes that it must.
 
 Each has its plain form in `primitives`, which is what runs on the CPU and in fp32, and what the tests compare with.
 docs/performance.md says what each of them buys.
@@ -7,6 +7,7 @@ docs/performance.md says what each of them buys.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,8 +21,6 @@ TOKENS, TILES = 64, 2
 """Tokens of one head in registers in `norm_rotated`, and how many times that one program of its backward pass sums."""
 TILE, TILES_SUMMED, WARPS = 2048, 8, 2
 """Elements of `update` that are in registers at once; how many times that one program of its backward pass sums."""
-LOGITS = 4096
-"""Logits per step of the loop along a row."""
 
 
 # u · SiLU(z), both halves of one tensor and both times a constant.
@@ -324,77 +323,66 @@ def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 update.register_autograd(_update_gradient, setup_context=_save_update)
 
 
-# Mean cross-entropy of logits (N, V), which it overwrites with their gradient while their row is still in the cache.
+# W x with the rows of W scaled: the scaled matrix is made once more for the backward pass rather than kept for it, and
+# its gradient becomes that of W in place.
 
 
 @triton.jit
-def _cross_entropy(
-    logits_ptr, targets_ptr, losses_ptr, count_ptr, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _scale_rows(w_ptr, scale_ptr, y_ptr, width, BLOCK: tl.constexpr):
+    row, col = _place(width, BLOCK)
+    inside = col < width
+    w = tl.load(w_ptr + row * width + col, inside, 0.0).to(tl.float32)
+    tl.store(y_ptr + row * width + col, w * tl.load(scale_ptr + row), inside)
+
+
+@triton.jit
+def _scale_rows_backward(g_ptr, w_ptr, scale_ptr, dscale_ptr, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * width
-    target = tl.load(targets_ptr + row)
-    counted = target != -100
-    largest = tl.max(tl.load(logits_ptr + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < width, float("-inf"))).to(
-        tl.float32
-    )
+    scale = tl.load(scale_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
-        new = tl.maximum(largest, tl.max(x))
-        total = total * tl.exp(largest - new) + tl.exp(x - new)
-        largest = new
-    lse = largest + tl.log(tl.sum(total))
-    valid = (target >= 0) & (target < width)
-    at_target = tl.where(valid, tl.load(logits_ptr + target, valid, 0.0).to(tl.float32), float("nan"))
-    tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
-    if GRADIENT:
-        tl.debug_barrier()  # no warp overwrites the target's logit before all have read it
-        weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
-        for block in range(tl.cdiv(width, BLOCK)):  # backwards: what was read last is still in the cache
-            cols = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
-            gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
-            tl.store(logits_ptr + cols, gradient, cols < width)
+        col = first + tl.arange(0, BLOCK)
+        g = tl.load(g_ptr + row * width + col, col < width, 0.0).to(tl.float32)
+        total += g * tl.load(w_ptr + row * width + col, col < width, 0.0).to(tl.float32)
+        tl.store(g_ptr + row * width + col, g * scale, col < width)
+    tl.store(dscale_ptr + row, tl.sum(total))
 
 
-@triton.jit
-def _multiply(x_ptr, factor_ptr, width, BLOCK: tl.constexpr):
-    """In place; a factor of 1, as almost always, costs the launch alone."""
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        x_ptr += tl.program_id(0).to(tl.int64) * width
-        for first in range(0, width, BLOCK):
-            cols = first + tl.arange(0, BLOCK)
-            tl.store(x_ptr + cols, tl.load(x_ptr + cols, cols < width).to(tl.float32) * factor, cols < width)
+@triton_op("angpt::scale_rows", mutates_args={})
+def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
+    """Each row of a matrix times an entry of a vector."""
+    rows, width = weight.shape
+    y = torch.empty_like(weight)
+    grid = (rows * triton.cdiv(width, BLOCK),)
+    wrap_triton(_scale_rows)[grid](weight, scale, y, width, BLOCK=BLOCK)
+    return y
 
 
-class CrossEntropy(torch.autograd.Function):
+@triton_op("angpt::scale_rows_backward_", mutates_args={"gradient"})
+def scale_rows_backward_(gradient: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of the scales; that of the scaled matrix becomes that of the matrix."""
+    rows, width = weight.shape
+    dscale = torch.empty(rows, dtype=torch.float32, device=weight.device)
+    wrap_triton(_scale_rows_backward)[(rows,)](gradient, weight, scale, dscale, width, BLOCK=BLOCK)
+    return dscale
+
+
+class ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        n, width = logits.shape
-        losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-        count = (targets != -100).sum().float()
-        gradient = ctx.needs_input_grad[0]
-        torch.autograd.graph.increment_version(logits)
-        _cross_entropy[(n,)](
-            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=8
-        )  # fmt: skip
-        ctx.gradient = logits.detach() if gradient else None
-        return losses.sum() / count
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, scale)
+        return F.linear(x, scale_rows(weight, scale))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None:
-            raise RuntimeError("the gradient of this loss has been taken already, and it has overwritten the logits")
-        n, width = gradient.shape
-        _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LOGITS)
-        return gradient, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, scale = ctx.saved_tensors
+        dy = gradients[0]
+        dx = dy @ scale_rows(weight, scale)
+        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        return dx, dw, scale_rows_backward_(dw, weight, scale)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
-    """primitives.cross_entropy; the logits are lost."""
-    result: Tensor = CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """primitives.Linear with a scale."""
+    result: Tensor = ScaledLinear.apply(x, weight.contiguous(), scale.contiguous())  # type: ignore[no-untyped-call]
     return result

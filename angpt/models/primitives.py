@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 # Inside the root of norm and rms, so that a zero vector gives zero. Small enough to vanish in float64 comparisons
 # (relative error 1e-14 for a vector of length 1e-3), large enough to be a normal fp32 number.
@@ -87,9 +86,9 @@ def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of logits (N, V), which must not be used any more; targets of −100 are not counted."""
     if use_kernels(logits):
-        from angpt.models import kernels
+        from angpt.models import loss_kernels
 
-        return kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
+        return loss_kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
     return F.cross_entropy(wide(logits), targets)
 
 
@@ -130,10 +129,6 @@ class PositiveScale(LearnedScale):
         return super().forward().abs()
 
 
-def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    return (weight * scale[:, None]).to(weight.dtype)
-
-
 class Linear(nn.Linear):
     """W x without bias, times a learned vector with an entry per output where one is given.
 
@@ -146,9 +141,11 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         if scale is None:
             return F.linear(x, self.weight)
-        if torch.compiler.is_compiling():  # the product is made again for the backward pass rather than kept for it
-            return F.linear(x, checkpoint(scale_rows, self.weight, scale, use_reentrant=False))
-        return F.linear(x, scale_rows(self.weight, scale))
+        if use_kernels(self.weight) and x.dtype == self.weight.dtype:
+            from angpt.models import kernels
+
+            return kernels.scaled_linear(x, self.weight, scale)
+        return F.linear(x, (self.weight * scale[:, None]).to(self.weight.dtype))
 
     def reset_parameters(self) -> None:
         """Left to the model, which initialises all its matrices in one place."""

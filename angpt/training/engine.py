@@ -6,7 +6,7 @@ where a step takes several passes, are summed in fp32. Vectors (learned scales, 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
-from angpt.models.decoder import Decoder
+from angpt.models.decoder import Block, Decoder
+from angpt.models.primitives import RMSNorm
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
 
@@ -130,11 +131,11 @@ def recompute_blocks(model: Decoder) -> None:
 
 
 def compile_parts(model: Decoder) -> None:
-    """Compile the block, once for all layers, and the head: ready in a fraction of the time that the whole takes."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    head: Callable[..., Tensor] = torch.compile(model.head, dynamic=False)
-    model.head = head  # type: ignore[method-assign]
+    """Compile the block, once for all layers, and the norm before the head where there is one: ready in a fraction of
+    the time that the whole takes. Embedding and head are one product each, and stay as they are."""
+    for part in (*model.blocks, *model.children()):
+        if isinstance(part, Block | RMSNorm):
+            part.compile(dynamic=False)
 
 
 @contextmanager

@@ -1,19 +1,23 @@
-"""The optimizer step of a matrix on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
+"""The optimizer step of matrices on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
 
 `optimizer.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
+
+A launch takes many matrices. Its table has a line with the addresses of each, its programs are listed by the number of
+their matrix and the place where they begin.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from angpt.models.constraints import TINY, Constraint
+from angpt.training.optimizer import ALIGNMENT, Part
 
 TILE = 4096
 """Elements that one program holds in registers, where a row has not more."""
@@ -21,6 +25,29 @@ STRETCH = 8 * TILE
 """Elements that one program sums."""
 COLUMNS = 16
 """Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
+KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _place(programs_ptr):
+    """The matrix of this program, and where it begins there."""
+    program = tl.program_id(0)
+    return tl.load(programs_ptr + 2 * program), tl.load(programs_ptr + 2 * program + 1)
+
+
+@triton.jit
+def _pointer(entry_ptr, KIND: tl.constexpr):
+    """The pointer that an entry of a table holds; 16 is ALIGNMENT."""
+    return tl.multiple_of(tl.load(entry_ptr).to(tl.pointer_type(KIND)), 16)
+
+
+@triton.jit
+def _matrix(line_ptr, KIND: tl.constexpr):
+    """A line of the table: parameter, copy, two moments, gradient, number of rows."""
+    return (
+        _pointer(line_ptr, tl.float32), _pointer(line_ptr + 1, tl.bfloat16), _pointer(line_ptr + 2, tl.float32),
+        _pointer(line_ptr + 3, tl.float32), _pointer(line_ptr + 4, KIND), tl.load(line_ptr + 5),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -43,13 +70,14 @@ def _scale(squares, UNIT: tl.constexpr, TINY: tl.constexpr):
 
 @triton.jit
 def _rows(
-    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, clip_ptr,
-    lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_rows, n_cols,
-    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
+    table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
+    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows: one read and one write of everything."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    matrix, first = _place(programs_ptr)
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
+    rows = first + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
     p, m, v, g = (
@@ -63,21 +91,23 @@ def _rows(
     tl.store(m_ptr + at, m, inside)
     tl.store(v_ptr + at, v, inside)
     if COPY:
-        tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), inside)
+        tl.store(copy_ptr + at, p.to(tl.bfloat16), inside)
 
 
 @triton.jit
 def _columns(
-    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, clip_ptr,
-    lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_rows, n_cols,
-    UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
+    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A strip of whole columns: down once for Adam and the lengths, once more, out of the cache, to scale."""
-    cols = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)[None, :]
+    matrix, first = _place(programs_ptr)
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
+    cols = tl.multiple_of(first, COLS) + tl.arange(0, COLS)[None, :]
     squares = tl.zeros((1, COLS), tl.float32)
     clip = tl.load(clip_ptr)
-    for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    for top in range(0, n_rows, ROWS):
+        rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p, m, v, g = (
             tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
@@ -90,73 +120,95 @@ def _columns(
         tl.store(v_ptr + at, v, inside)
     scale = _scale(squares, UNIT, TINY)
     tl.debug_barrier()  # warps read below what others have written above
-    for first in range(0, n_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    for top in range(0, n_rows, ROWS):
+        rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p = tl.load(p_ptr + at, inside, 0.0) * scale
         tl.store(p_ptr + at, p, inside)
         if COPY:
-            tl.store(copy_ptr + at, p.to(copy_ptr.dtype.element_ty), inside)
+            tl.store(copy_ptr + at, p.to(tl.bfloat16), inside)
 
 
 @triton.jit
-def _squares(table_ptr, sums_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """The sum of squares of one stretch of one tensor: the table has its address and length for each program."""
-    program = tl.program_id(0)
-    x_ptr = tl.multiple_of(tl.load(table_ptr + 2 * program).to(tl.pointer_type(DTYPE)), 16)
-    size = tl.load(table_ptr + 2 * program + 1)
+def _squares(
+    table_ptr, programs_ptr, sums_ptr, KIND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """The sum of squares of one stretch of one tensor; a line of the table is its address and its size."""
+    tensor, first = _place(programs_ptr)
+    x_ptr, size = _pointer(table_ptr + 2 * tensor, KIND), tl.load(table_ptr + 2 * tensor + 1)
+    first = tl.multiple_of(first, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(TILES):
-        at = tile * BLOCK + tl.arange(0, BLOCK)
+        at = first + tile * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, at < size, 0.0).to(tl.float32)
         total += x * x
-    tl.store(sums_ptr + program, tl.sum(total))
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
+
+
+@cache
+def _programs(lengths: tuple[int, ...], each: int, device: torch.device) -> Tensor:
+    """For each program the number of its matrix, and where of that length it begins; it takes `each` of it."""
+    starts = [np.arange(0, length, each) for length in lengths]
+    numbers = np.repeat(np.arange(len(lengths)), [len(s) for s in starts])
+    return torch.from_numpy(np.stack((numbers, np.concatenate(starts)), axis=1)).to(device)
+
+
+def _table(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Pinned and not waited for: a step must not stop the device."""
+    return torch.tensor(lines, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+
+
+def _address(x: Tensor) -> int:
+    if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
+        raise ValueError(f"tensors must be contiguous and begin at a multiple of {ALIGNMENT} bytes")
+    return x.data_ptr()
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements of tensors of one dtype, in fp32 and in one launch."""
-    device, dtype = tensors[0].device, tensors[0].dtype
-    if dtype not in (torch.bfloat16, torch.float32) or any(x.dtype != dtype or x.data_ptr() % 16 for x in tensors):
-        raise ValueError("all tensors must be bf16, or all fp32, and begin at a multiple of 16 bytes")
-    which, first, sizes = _stretches(tuple(x.numel() for x in tensors))
-    addresses = np.array([x.data_ptr() for x in tensors])[which] + first * tensors[0].element_size()
-    # Pinned and not waited for: a step must not stop the device.
-    table = torch.from_numpy(np.stack((addresses, sizes), axis=1)).pin_memory().to(device, non_blocking=True)
-    sums = torch.empty(len(sizes), device=device)
-    kind = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    device, kind = tensors[0].device, KINDS[tensors[0].dtype]
+    if any(x.dtype != tensors[0].dtype for x in tensors):
+        raise ValueError("all tensors must have one dtype")
+    table = _table([(_address(x), x.numel()) for x in tensors], device)
+    programs = _programs(tuple(x.numel() for x in tensors), STRETCH, device)
+    sums = torch.empty(len(programs), device=device)
     with torch.cuda.device(device):
-        _squares[(len(sizes),)](table, sums, DTYPE=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
+        _squares[(len(programs),)](table, programs, sums, KIND=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
     return sums.sum()
 
 
-@cache
-def _stretches(numels: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """For each program: the number of its tensor, its first element and how many it has."""
-    rows = [(i, first, min(STRETCH, n - first)) for i, n in enumerate(numels) for first in range(0, n, STRETCH)]
-    which, first, sizes = np.array(rows, dtype=np.int64).T
-    return which, first, sizes
-
-
 def adam_(
-    p: Tensor, copy: Tensor | None, m: Tensor, v: Tensor, g: Tensor, clip: Tensor, *,
-    lr: float, decay: float, betas: tuple[float, float], eps: float, step: int, constraint: Constraint | None,
+    parts: Sequence[Part], gradients: Sequence[Tensor], clip: Tensor, *,
+    lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """One step of one matrix, in place; see `optimizer.adam_`."""
-    n_rows, n_cols = p.shape
-    scalars = (
-        lr * decay, *betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5, n_rows, n_cols,
-    )  # fmt: skip
-    tensors = (p, p if copy is None else copy, m, v, g, clip)
-    common = {"COPY": copy is not None, "UNIT": constraint is not None and constraint.kind == "unit", "TINY": TINY}
-    with torch.cuda.device(p.device):
-        if constraint is not None and constraint.dim == 0:
-            rows = TILE // COLUMNS
-            _columns[(triton.cdiv(n_cols, COLUMNS),)](
-                *tensors, *scalars, **common, ROWS=rows, COLS=COLUMNS, num_warps=8
-            )
-        else:
-            cols = triton.next_power_of_2(n_cols)
-            rows = max(1, TILE // cols)
-            grid = (triton.cdiv(n_rows, rows),)
-            constrained = constraint is not None
-            _rows[grid](*tensors, *scalars, CONSTRAINED=constrained, **common, ROWS=rows, COLS=cols, num_warps=8)
+    """`optimizer.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
+    groups: dict[tuple[Any, ...], list[tuple[Part, Tensor]]] = {}
+    for part, g in zip(parts, gradients, strict=True):
+        constraint = None if part.across else part.constraint
+        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype)
+        groups.setdefault(key, []).append((part, g))
+    scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
+    for (width, constraint, decay, copied, dtype), chosen in groups.items():
+        _launch(chosen, clip, (lr * decay, *scalars), width, constraint, copied, KINDS[dtype])
+
+
+def _launch(
+    chosen: Sequence[tuple[Part, Tensor]], clip: Tensor, scalars: tuple[float, ...], width: int,
+    constraint: Constraint | None, copied: bool, kind: Any,
+) -> None:  # fmt: skip
+    device, lines = clip.device, []
+    for part, g in chosen:
+        copy = part.weight if part.copy is None else part.copy
+        tensors = (part.weight, copy, part.exp_avg, part.exp_avg_sq, g)
+        lines.append([*map(_address, tensors), part.weight.shape[0]])
+    down = constraint is not None and constraint.dim == 0
+    cols = COLUMNS if down else triton.next_power_of_2(width)
+    rows = max(1, TILE // cols)
+    lengths = [width] * len(lines) if down else [line[-1] for line in lines]
+    programs = _programs(tuple(lengths), cols if down else rows, device)
+    with torch.cuda.device(device):
+        (_columns if down else _rows)[(len(programs),)](
+            _table(lines, device), programs, clip, *scalars, width,
+            CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
+            COPY=copied, TINY=TINY, KIND=kind, ROWS=rows, COLS=cols, num_warps=8,
+        )  # fmt: skip

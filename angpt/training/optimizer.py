@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from angpt.models.decoder import Decoder
 from angpt.training.parallel import like, local
 
 ALIGNMENT = 16
-"""Bytes; what the kernels count on."""
+"""Bytes; the kernels count on it that tensors begin at a multiple."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +134,14 @@ class Adam:
 
     def update(self, gradients: Sequence[Tensor], clip: Tensor, number: int, lr: float) -> None:
         c = self.config
-        betas = (c.beta1, c.beta2)
-        rest: list[Part] = []
-        rest_gradients: list[Tensor] = []
-        for part, g in zip(self.parts, gradients, strict=True):
-            if _has_kernel(part):
-                from angpt.training import kernels
+        options: dict[str, Any] = {"betas": (c.beta1, c.beta2), "eps": c.eps, "step": number}
+        pairs = list(zip(self.parts, gradients, strict=True))
+        if chosen := [(part, g) for part, g in pairs if _has_kernel(part)]:
+            from angpt.training import kernels
 
-                kernels.adam_(
-                    part.weight, part.copy, part.exp_avg, part.exp_avg_sq, g, clip,
-                    lr=lr, decay=part.decay, betas=betas, eps=c.eps, step=number,
-                    constraint=None if part.across else part.constraint,
-                )  # fmt: skip
-            else:
-                rest.append(part)
-                rest_gradients.append(g)
-        adam_(rest, rest_gradients, clip, lr=lr, betas=betas, eps=c.eps, step=number)
+            kernels.adam_([part for part, _ in chosen], [g for _, g in chosen], clip, lr=lr, **options)
+        if chosen := [(part, g) for part, g in pairs if not _has_kernel(part)]:
+            adam_([part for part, _ in chosen], [g for _, g in chosen], clip, lr=lr, **options)
         self.project_across()
 
     @torch.no_grad()
@@ -210,8 +203,6 @@ def adam_(
 ) -> None:
     """Step `step` (from 1) of Adam on many parameters, with gradients multiplied by `clip` (in place), decoupled weight
     decay, and each constraint applied to the result, which is written to the copy as well."""
-    if not parts:
-        return
     scaled = [g.to(p.weight.dtype) for p, g in zip(parts, gradients, strict=True)]
     torch._foreach_mul_(scaled, clip)
     number = torch.full((), float(step), device=clip.device)

@@ -63,9 +63,8 @@ def test_slots_that_are_not_seen_do_not_count(
 
 
 @torch.no_grad()
-def test_a_layer_wider_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_width_that_is_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = python_triton.kernels(monkeypatch)
-    monkeypatch.setattr(kernels, "COLUMNS", 32)
     agree(step_both_ways(kernels, fold(tiny(d_model=32, d_ff=80).float()), [3], 64, 64), 1e-5)
 
 

@@ -6,6 +6,7 @@ import torch
 from angpt.models.primitives import (
     NO_FACTOR,
     LerpFactor,
+    Linear,
     cross_entropy,
     make_context,
     norm_rotated,
@@ -39,6 +40,18 @@ def compare(function, *inputs, vectors=()):
 @pytest.mark.parametrize("width", [300, 1500, 4096])
 def test_swiglu(scale, width):
     compare(lambda uz: swiglu(uz, scale), draw(3, 70, 2 * width))
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (77, 1500)])
+def test_linear_with_scaled_rows(shape):
+    layer = Linear(shape[1], shape[0])
+    scale = torch.randn(shape[0], device="cuda", requires_grad=True)
+    compare(
+        lambda x, w, s: torch.func.functional_call(layer, {"weight": w}, (x, s)),
+        draw(3, 70, shape[1]),
+        draw(*shape),
+        vectors=(scale,),
+    )
 
 
 @pytest.mark.parametrize(("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128), (4, 64, 0)])

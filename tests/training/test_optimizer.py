@@ -99,19 +99,28 @@ def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
     from angpt.training import kernels
 
     torch.manual_seed(0)
-    w = torch.randn(*shape, device="cuda") / shape[1] ** 0.5
-    m, v, g = torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4, torch.randn_like(w).bfloat16() * 0.01
+    # Several matrices in one launch, of different lengths; another gradient and no copy for the last.
+    weights = [torch.randn(rows, shape[1], device="cuda") / shape[1] ** 0.5 for rows in (shape[0], 5, shape[0])]
+    moments = [(torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4) for w in weights]
+    gradients = [torch.randn_like(w) * 0.01 for w in weights]
+    gradients[:2] = [g.bfloat16() for g in gradients[:2]]
     plain, fast = (
-        Part(weight, weight.bfloat16(), m.clone(), v.clone(), 0.1, constraint) for weight in (w.clone(), w.clone())
+        [
+            Part(w.clone(), w.bfloat16() if i < 2 else None, m.clone(), v.clone(), 0.1, constraint)
+            for i, (w, (m, v)) in enumerate(zip(weights, moments, strict=True))
+        ]
+        for _ in range(2)
     )
     clip = torch.tensor(0.5, device="cuda")
     numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
-    adam_([plain], [g.clone()], clip, **numbers)
-    tensors = fast.weight, fast.copy, fast.exp_avg, fast.exp_avg_sq
-    kernels.adam_(*tensors, g, clip, decay=0.1, constraint=constraint, **numbers)
-    for name in ("weight", "exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(getattr(fast, name), getattr(plain, name), rtol=2e-6, atol=1e-7)
-    torch.testing.assert_close(fast.copy, fast.weight.bfloat16(), rtol=0, atol=0)
+    adam_(plain, [g.clone() for g in gradients], clip, **numbers)
+    kernels.adam_(fast, gradients, clip, **numbers)
+    for one, other in zip(fast, plain, strict=True):
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2e-6, atol=1e-7)
+        if one.copy is not None:
+            torch.testing.assert_close(one.copy, one.weight.bfloat16(), rtol=0, atol=0)
+    w, m = weights[0], moments[0][0]
     for dtype in (torch.float32, torch.bfloat16):
         a, b = w.to(dtype), m.to(dtype)
         expected = torch.cat([a, b, a[:1]]).double().norm().item()

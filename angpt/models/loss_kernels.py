@@ -1,0 +1,85 @@
+"""The mean cross-entropy of logits (N, V) on a GPU, which overwrites them with their gradient while their row is still
+in the cache. `primitives.cross_entropy` is its plain form."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOGITS, WARPS = 4096, 8
+"""Logits per step of the loop along a row, and the warps that share them."""
+
+
+@triton.jit
+def _cross_entropy(
+    logits_ptr, targets_ptr, losses_ptr, count_ptr, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * width
+    target = tl.load(targets_ptr + row)
+    counted = target != -100
+    largest = tl.max(tl.load(logits_ptr + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < width, float("-inf"))).to(
+        tl.float32
+    )
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(x))
+        total = total * tl.exp(largest - new) + tl.exp(x - new)
+        largest = new
+    lse = largest + tl.log(tl.sum(total))
+    valid = (target >= 0) & (target < width)
+    at_target = tl.where(valid, tl.load(logits_ptr + target, valid, 0.0).to(tl.float32), float("nan"))
+    tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
+    if GRADIENT:
+        tl.debug_barrier()  # no warp overwrites the target's logit before all have read it
+        weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
+        for block in range(tl.cdiv(width, BLOCK)):  # backwards: what was read last is still in the cache
+            cols = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+            gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
+            tl.store(logits_ptr + cols, gradient, cols < width)
+
+
+@triton.jit
+def _multiply(x_ptr, factor_ptr, width, BLOCK: tl.constexpr):
+    """In place; a factor of 1, as almost always, costs the launch alone."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        x_ptr += tl.program_id(0).to(tl.int64) * width
+        for first in range(0, width, BLOCK):
+            cols = first + tl.arange(0, BLOCK)
+            tl.store(x_ptr + cols, tl.load(x_ptr + cols, cols < width).to(tl.float32) * factor, cols < width)
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        n, width = logits.shape
+        losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+        count = (targets != -100).sum().float()
+        gradient = ctx.needs_input_grad[0]
+        torch.autograd.graph.increment_version(logits)
+        _cross_entropy[(n,)](
+            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=WARPS
+        )  # fmt: skip
+        ctx.gradient = logits.detach() if gradient else None
+        return losses.sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:
+            raise RuntimeError("the gradient of this loss has been taken already, and it has overwritten the logits")
+        n, width = gradient.shape
+        _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LOGITS)
+        return gradient, None
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
+    """primitives.cross_entropy; the logits are lost."""
+    result: Tensor = CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
+    return result
