@@ -134,7 +134,8 @@ def bench_decode(
     references: dict[str, Reference] = {}
     for name in architectures:
         progress(f"{name}: building and folding")
-        model = build(ModelConfig.size(size, architecture=name))
+        with device:
+            model = build(ModelConfig.size(size, architecture=name))
         folded = fold(model).prepare(device, dtype)
         if reference:
             references[name] = Reference(model, batch, prompt, device, dtype)

@@ -47,8 +47,9 @@ def bench_optimizer(
     results = []
     for name in architectures:
         config = ModelConfig.size(size, architecture=name)
-        engine = Engine(build(config).to(device), OptimizerConfig(weight_decay=0.0, clip=CLIP), dtype, compiled=False)
-        model = build(config).to(device)
+        with device:
+            model, twin = build(config), build(config)
+        engine = Engine(twin, OptimizerConfig(weight_decay=0.0, clip=CLIP), dtype, compiled=False)
         fused = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
         constrain(fused, model, model.constraints())
         holders = [part.weight if part.copy is None else part.copy for part in engine.optimizer.parts]
@@ -60,7 +61,7 @@ def bench_optimizer(
             holders: list[torch.Tensor] = holders, gradients: list[torch.Tensor] = gradients, engine: Engine = engine
         ) -> None:
             for p, g in zip(holders, gradients, strict=True):
-                p.grad = g
+                p.grad = g if p.ndim == 2 else g.clone()  # a step scales those of vectors in place
             engine.step(1, LR)
 
         def theirs(model: Decoder = model, fused: torch.optim.Optimizer = fused) -> None:

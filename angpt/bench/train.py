@@ -71,7 +71,9 @@ class Subject:
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
         start = time.perf_counter()
-        self.engine = Engine(build(config).to(device), OptimizerConfig(weight_decay=0.0), dtype, compiled)
+        with device:  # weights need not be those that the CPU would draw
+            model = build(config)
+        self.engine = Engine(model, OptimizerConfig(weight_decay=0.0), dtype, compiled)
         tokens = torch.randint(config.vocab_size, (rows, config.context + 1), device=device)
         self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
         self.rows, self.device = rows, device

@@ -30,8 +30,8 @@ from angpt.inference.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
 QKV, UZ, PROJECT, DOWN = (8, 4), (8, 4), (8, 4), (4, 4)
-"""Rows of each matrix per program, few, so that there are programs enough for the whole device; and warps per program, at
-a width of 1,024."""
+"""Rows of each matrix per program, few, so that there are programs enough for the whole device; and warps per program,
+at a width of 1,024."""
 TILE = 64
 """Slots of the cache in registers at once."""
 MOST_SPLITS = 16

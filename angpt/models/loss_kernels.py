@@ -8,37 +8,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LOGITS, WARPS = 4096, 8
-"""Logits per step of the loop along a row, and the warps that share them."""
+LANES, EACH, WARPS = 512, 8, 16
+"""Logits per step of the loop along a row: LANES times the EACH of one thread; and the warps that share them."""
 
 
 @triton.jit
 def _cross_entropy(
-    logits_ptr, targets_ptr, losses_ptr, count_ptr, width, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, targets_ptr, losses_ptr, count_ptr, width,
+    GRADIENT: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * width
+    place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     target = tl.load(targets_ptr + row)
     counted = target != -100
-    largest = tl.max(tl.load(logits_ptr + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < width, float("-inf"))).to(
-        tl.float32
-    )
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, width, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
+    # A maximum and a sum of exponentials for each lane, put together at the end: no warp waits for others on the way.
+    largest = tl.full((LANES,), -1e30, tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for first in range(0, width, LANES * EACH):
+        cols = first + place
         x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
-        new = tl.maximum(largest, tl.max(x))
-        total = total * tl.exp(largest - new) + tl.exp(x - new)
+        new = tl.maximum(largest, tl.max(x, axis=1))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new[:, None]), axis=1)
         largest = new
-    lse = largest + tl.log(tl.sum(total))
+    top = tl.max(largest)
+    lse = top + tl.log(tl.sum(total * tl.exp(largest - top)))
     valid = (target >= 0) & (target < width)
     at_target = tl.where(valid, tl.load(logits_ptr + target, valid, 0.0).to(tl.float32), float("nan"))
     tl.store(losses_ptr + row, tl.where(counted, lse - at_target, 0.0))
     if GRADIENT:
         tl.debug_barrier()  # no warp overwrites the target's logit before all have read it
         weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
-        for block in range(tl.cdiv(width, BLOCK)):  # backwards: what was read last is still in the cache
-            cols = (tl.cdiv(width, BLOCK) - 1 - block) * BLOCK + tl.arange(0, BLOCK)
+        for block in range(tl.cdiv(width, LANES * EACH)):  # backwards: what was read last may still be in the cache
+            cols = (tl.cdiv(width, LANES * EACH) - 1 - block) * (LANES * EACH) + place
             x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
             gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
             tl.store(logits_ptr + cols, gradient, cols < width)
@@ -64,7 +66,7 @@ class CrossEntropy(torch.autograd.Function):
         gradient = ctx.needs_input_grad[0]
         torch.autograd.graph.increment_version(logits)
         _cross_entropy[(n,)](
-            logits, targets, losses, count, width, GRADIENT=gradient, BLOCK=LOGITS, num_warps=WARPS
+            logits, targets, losses, count, width, GRADIENT=gradient, LANES=LANES, EACH=EACH, num_warps=WARPS
         )  # fmt: skip
         ctx.gradient = logits.detach() if gradient else None
         return losses.sum() / count
@@ -75,7 +77,7 @@ class CrossEntropy(torch.autograd.Function):
         if gradient is None:
             raise RuntimeError("the gradient of this loss has been taken already, and it has overwritten the logits")
         n, width = gradient.shape
-        _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LOGITS)
+        _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LANES * EACH)
         return gradient, None
 
 

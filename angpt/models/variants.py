@@ -31,10 +31,12 @@ def architecture(name: str) -> type[Decoder]:
 
 
 def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
-    """A model on the CPU, initialised from the seed alone. Under `torch.device("meta")`, one without storage."""
+    """A model initialised from the seed alone, on the CPU, or, with other numbers, on the device of a `with
+    torch.device(…)` around the call. Under `torch.device("meta")`, one without storage."""
     model = architecture(cfg.architecture)(cfg)
-    if not model.W_h.weight.is_meta:
-        model.init_weights(torch.Generator().manual_seed(seed))
+    device = model.W_h.weight.device
+    if device.type != "meta":
+        model.init_weights(torch.Generator(device).manual_seed(seed))
     return model
 
 

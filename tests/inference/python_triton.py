@@ -3,6 +3,7 @@
 Only what the kernels of angpt.inference use is here. Whether Triton can compile them is for a GPU to say.
 """
 
+import importlib
 import inspect
 import itertools
 import sys
@@ -93,13 +94,15 @@ triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()
 
 
 def kernels(monkeypatch):
-    """angpt.inference.kernels, computed by Python."""
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "angpt.inference.kernels", raising=False)
+    """angpt.inference.kernels, computed by Python. Nothing of it is left for tests that come later."""
     import angpt.inference
-    import angpt.inference.kernels as module
 
-    monkeypatch.delitem(sys.modules, "angpt.inference.kernels")
-    monkeypatch.delattr(angpt.inference, "kernels")
+    kept = sys.modules.pop("angpt.inference.kernels", None)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "triton", triton)
+        patch.setitem(sys.modules, "triton.language", language)
+        module = importlib.import_module("angpt.inference.kernels")
+    del sys.modules["angpt.inference.kernels"], angpt.inference.kernels
+    if kept is not None:
+        sys.modules["angpt.inference.kernels"] = angpt.inference.kernels = kept
     return module

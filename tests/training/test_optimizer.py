@@ -100,7 +100,7 @@ def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
 
     torch.manual_seed(0)
     # Several matrices in one launch, of different lengths; another gradient and no copy for the last.
-    weights = [torch.randn(rows, shape[1], device="cuda") / shape[1] ** 0.5 for rows in (shape[0], 5, shape[0])]
+    weights = [torch.randn(rows, shape[1], device="cuda") / shape[1] ** 0.5 for rows in (shape[0], 70, shape[0])]
     moments = [(torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4) for w in weights]
     gradients = [torch.randn_like(w) * 0.01 for w in weights]
     gradients[:2] = [g.bfloat16() for g in gradients[:2]]
