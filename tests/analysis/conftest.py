@@ -4,8 +4,8 @@ import torch
 from angpt.config import ModelConfig
 from angpt.data.loader import Batch
 from angpt.models.variants import build
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
-from angpt.training.trainer import start
 from tests.training.conftest import small, write_tokens
 
 VOCAB = 61

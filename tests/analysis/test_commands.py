@@ -10,8 +10,8 @@ import pytest
 from angpt.analysis.commands import ALL
 from angpt.cli import main
 from angpt.studies.compare import Comparison
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
-from angpt.training.trainer import start
 from tests.studies.conftest import tiny
 
 pytest.importorskip("matplotlib")

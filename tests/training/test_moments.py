@@ -12,11 +12,11 @@ from angpt.bench.moments import bench_moments, table
 from angpt.config import preset
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.launch import resume, start
 from angpt.training.moments import MomentRecorder, default_interval, matrix_group
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import resume, start
 from tests.training.conftest import parameters, small, without_timing
 
 

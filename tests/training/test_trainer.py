@@ -19,10 +19,11 @@ from angpt.errors import UserError
 from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import interrupts, resume, start
+from angpt.training.trainer import interrupts
 from tests.training.conftest import parameters, small, without_timing
 
 ROOT = Path(__file__).parents[2]
