@@ -3,21 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from angpt.cli import main
 from angpt.inference.source import open_source
 from angpt.training.run import Run
+from tests.command import call
 from tests.inference.conftest import byte_model, write_run
-
-
-def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    code: int | str | None = 0
-    try:
-        main([str(a) for a in args])
-    except SystemExit as stop:
-        code = stop.code or 0
-    out, err = capsys.readouterr()
-    assert isinstance(code, int)
-    return code, out, err
 
 
 def test_generate_prints_text_with_no_options(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
