@@ -19,6 +19,12 @@ def test_help_names_every_command(capsys, args):
         assert command in out
 
 
+def test_help_shows_what_to_type(capsys):
+    _, text = angpt(capsys, "generate", "--help")
+    for words in ("MODEL [PROMPTS]", "--top-p FLOAT", "--device {auto,cpu,cuda}"):
+        assert words in text
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys, angpt.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from angpt.config import TrainConfig, differences
@@ -13,6 +12,7 @@ from angpt.data.loader import count_windows, end_of_text
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.training import checkpoint
+from angpt.training.hardware import present
 from angpt.training.parallel import Alone, connect, launched_ranks, log_apart, restarted
 from angpt.training.plan import Plan, make_plan
 from angpt.training.reporter import PlainReporter, Reporter
@@ -82,8 +82,7 @@ def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
 
 def check(plan: Plan) -> None:
     """Find what would stop the run before anything is written."""
-    if plan.device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
+    present(plan.device)
     train, val = open_data(plan)
     for data in (train, val):
         count_windows(data, plan.config.model.context)
