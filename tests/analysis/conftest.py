@@ -11,15 +11,6 @@ from tests.training.conftest import small, write_tokens
 VOCAB = 61
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """The models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tiny(architecture="angpt", seed=0, double=True, **changes):
     """A model of two layers; in float64 unless told otherwise, so that differences are mistakes."""
     values = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": VOCAB, "context": 12} | changes
