@@ -39,6 +39,9 @@ DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, t
 
 `angpt COMMAND --help` explains a command and all its options; `angpt --version` prints the version."""
 
+MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
+"""An option that may be left out shows its type alone, an argument its name."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"angpt {__version__}")
         return
     try:
-        make_app(args).cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"])
+        make_app(args).cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"], config=MARKERS)
     except UserError as error:
         err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

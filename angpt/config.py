@@ -15,6 +15,8 @@ import tyro
 from angpt.errors import UserError, nearest
 
 T = TypeVar("T")
+Device = Literal["auto", "cpu", "cuda"]
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,9 @@ class TrainConfig:
     batch_tokens: int | None = None
     """Tokens per step over all devices; by the rule for the size (training/rules.toml) unless given."""
     micro_batch: int | None = None
-    """Sequences per forward pass on one device; gradients of a step are summed over as many as it takes. Of several
-    devices, each takes the largest number up to this that divides its share of the step."""
+    """Sequences per forward pass on one device, 32k tokens on a GPU and 4k on the CPU unless given; gradients of a step
+    are summed over as many as it takes. Of several devices, each takes the largest number up to this that divides its
+    share of the step."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """How several processes (torchrun, --slurm) share one run. ddp: each has the whole model; fsdp: matrices are shared
     out over them, and gathered block by block to compute. auto: ddp."""
@@ -187,9 +190,9 @@ class TrainConfig:
     """Seconds without progress after which several processes give up, and name the one that stands still."""
     seed: int = 0
     """Of the start of the model and the order of the data."""
-    device: str = "auto"
+    device: Device = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Precision = "auto"
     """bf16: matrix products in bf16, parameters in fp32. auto: bf16 on a GPU, fp32 on the CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on a GPU."""

@@ -36,15 +36,15 @@ class SlurmConfig:
     memory_gb: float | None = None
     """Memory of each machine; the partition's default unless given."""
     account: str | None = None
-    """Account to charge."""
+    """Account to charge; the user's default unless given."""
     qos: str | None = None
-    """Quality of service."""
+    """Quality of service; the account's default unless given."""
     at_most: int = 64
     """Jobs in the queue at a time."""
     setup: tuple[str, ...] = ()
     """Shell commands before the run, such as `module load cuda`."""
     extra: dict[str, str] = field(default_factory=dict)
-    """Any other option of sbatch by its long name: {constraint = "a100"}."""
+    """Any other options of sbatch by their long names, such as constraint a100; in a file {constraint = "a100"}."""
 
     def __post_init__(self) -> None:
         limits = {"hours": 0.1, "nodes": 1, "gpus": 0, "cpus": 1, "at_most": 1, "memory_gb": 0.1}

@@ -1,5 +1,3 @@
-import os
-
 import hypothesis
 import pytest
 import torch
@@ -10,8 +8,7 @@ from tests.slurm import CannotStart, local_slurm
 hypothesis.settings.register_profile("angpt", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("angpt")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # one worker per core already
+torch.set_num_threads(1)  # the models of tests are so small that threads only wait for each other
 
 
 def _slurm(nodes):

@@ -3,30 +3,26 @@ import sys
 
 import pytest
 
-from angpt.cli import main
 from angpt.version import __version__
-
-
-def run(capsys, *args):
-    code = 0
-    try:
-        main(args)
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.command import angpt, call
 
 
 def test_version(capsys):
-    assert run(capsys, "--version") == (0, f"angpt {__version__}\n", "")
+    assert call(capsys, "--version") == (0, f"angpt {__version__}\n", "")
 
 
 @pytest.mark.parametrize("args", [(), ("--help",)])
 def test_help_names_every_command(capsys, args):
-    code, out, _ = run(capsys, *args)
+    code, out, _ = call(capsys, *args)
     assert code == 0
     for command in ("models", "factors"):
         assert command in out
+
+
+def test_help_shows_what_to_type(capsys):
+    _, text = angpt(capsys, "generate", "--help")
+    for words in ("MODEL [PROMPTS]", "--top-p FLOAT", "--device {auto,cpu,cuda}"):
+        assert words in text
 
 
 def test_help_does_not_wait_for_torch():
@@ -35,19 +31,19 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_models_lists_sizes_and_architectures(capsys):
-    code, out, _ = run(capsys, "models")
+    code, out, _ = call(capsys, "models")
     assert code == 0
     for cell in ("0.5B", "505.73M 3.027", "506.00M", "505.78M"):
         assert cell in out
 
 
 def test_models_lists_variants(capsys):
-    _, out, _ = run(capsys, "models", "--list-variants")
+    _, out, _ = call(capsys, "models", "--list-variants")
     assert "angpt/no-lerp" in out
 
 
 def test_factors(capsys):
-    code, out, _ = run(capsys, "factors", "--size", "32M", "--draws", "1")
+    code, out, _ = call(capsys, "factors", "--size", "32M", "--draws", "1")
     assert code == 0
     assert "ν_qkv" in out
 
@@ -62,7 +58,7 @@ def test_factors(capsys):
     ],
 )
 def test_mistakes_exit_with_2_and_no_traceback(capsys, args, message):
-    code, out, err = run(capsys, *args)
+    code, text = angpt(capsys, *args)
     assert code == 2
-    assert message in " ".join((out + err).split())
-    assert "Traceback" not in err
+    assert message in text
+    assert "Traceback" not in text

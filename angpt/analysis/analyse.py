@@ -15,13 +15,14 @@ from angpt.analysis.factors import FactorInTheWild, FactorProbe
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
-from angpt.config import TrainConfig, from_dict
+from angpt.config import Device, TrainConfig, from_dict
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import open_source
 from angpt.studies.text import label
 from angpt.system import write_atomically
 from angpt.training import checkpoint
+from angpt.training.hardware import choose_device, present
 from angpt.training.plan import MICRO_TOKENS, rule_for
 from angpt.training.run import Run
 
@@ -89,7 +90,7 @@ def analyse(
     *,
     data: str | None = None,
     tokens: int = TOKENS,
-    device: str = "auto",
+    device: Device = "auto",
     tick: Tick = lambda run, done, total: None,
 ) -> Analysis:
     """Measure the newest checkpoint of each run on validation text, and read what the run recorded."""
@@ -103,7 +104,7 @@ def analyse(
     resolved = [path.resolve() for path in runs]
     if twice := next((path for path in runs if resolved.count(path.resolve()) > 1), None):
         raise UserError(f"{twice}: is named twice")
-    where = choose_device(device)
+    where = present(choose_device(device))
     names = labels([(path, Run.open(path).config()) for path in runs])
     return Analysis(
         tuple(
@@ -218,13 +219,3 @@ def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:
     if len(set(folders)) < len(folders):
         folders = [str(path) for path, _ in runs]
     return [f"{name} ({f})" if names.count(name) > 1 else name for name, f in zip(names, folders, strict=True)]
-
-
-def choose_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in MICRO_TOKENS:
-        raise UserError(f"device = {name!r}: {nearest(name, [*MICRO_TOKENS, 'auto'])}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
-    return torch.device(name)

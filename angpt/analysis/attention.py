@@ -5,15 +5,12 @@ would be 1/√r, and the factor √r would make it 1. The more it concentrates o
 1/‖a‖² is the number of tokens that it effectively attends to.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from angpt.analysis.probe import Probe, finite, observe
-from angpt.data.loader import Batch
-from angpt.models.decoder import Decoder
+from angpt.analysis.probe import Probe, finite
 from angpt.models.primitives import Context
 
 ENTRIES = 1 << 25
@@ -123,10 +120,3 @@ def _rows(sums: Tensor, first: int, last: int) -> AttentionRows:
         scaled=finite((norms * r.sqrt()).sum().item() / count),
         effective=finite(effective.sum().item() / count),
     )
-
-
-def measure(model: Decoder, batches: Iterable[Batch], *, bf16: bool = False) -> tuple[LayerAttention, ...]:
-    """The attention matrices of every layer on these batches."""
-    probe = AttentionProbe()
-    observe(model, batches, [probe], bf16=bf16)
-    return probe.results()

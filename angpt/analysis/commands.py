@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from angpt.config import Device
 from angpt.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def analyze(
     data: str | None = None,
     out: Path | None = None,
     tokens: int = 16_384,
-    device: str = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure inside of trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
 
@@ -33,7 +34,8 @@ def analyze(
         parts: norms, factors, learned, moments (needs a run with --record-moments), robustness, attention; and toy, the
             examples of the paper's section 3, which needs no run.
         data: Text to measure on, prepared with the runs' tokenizer; what they were trained on unless given.
-        out: Folder for analysis.json, analysis.md and figures/; analysis in the folder of a comparison, or analysis.
+        out: Folder for analysis.json, analysis.md and figures/; analysis in the folder of a comparison, or here,
+            unless given.
         tokens: Validation tokens to measure on.
         device: cpu, cuda, or auto: cuda where there is one.
     """
@@ -95,7 +97,7 @@ def show(
     data: str | None,
     target: Path,
     tokens: int,
-    device: str,
+    device: Device,
     command: str,
 ) -> None:
     from angpt.analysis.analyse import analyse

@@ -6,15 +6,13 @@ W_p, length 1 of each head), the map is not to blame: `unit` is the measured fac
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from angpt.analysis.probe import Lengths, Probe, constants, finite, length, observe, ratio
-from angpt.data.loader import Batch
-from angpt.models.decoder import Block, Decoder
+from angpt.analysis.probe import Lengths, Probe, constants, finite, length, ratio
+from angpt.models.decoder import Block
 from angpt.models.factors import Factors
 from angpt.models.primitives import lerp, norm, split_heads, wide
 
@@ -153,10 +151,3 @@ class FactorProbe(Probe):
             error=None if excess is None else excess - 1,
             cosine=None if total is None else finite(total.item() / count),
         )
-
-
-def measure(model: Decoder, batches: Iterable[Batch], *, bf16: bool = False) -> tuple[FactorInTheWild, ...]:
-    """Every factor of a model at every layer, on these batches."""
-    probe = FactorProbe()
-    observe(model, batches, [probe], bf16=bf16)
-    return probe.results()

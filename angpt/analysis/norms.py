@@ -8,15 +8,13 @@
 - `growth`: the residual stream after the update over the stream before it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from angpt.analysis.history import History
-from angpt.analysis.probe import Lengths, Probe, Stats, added, constants, length, observe, ratio
-from angpt.data.loader import Batch
+from angpt.analysis.probe import Lengths, Probe, Stats, added, constants, length, ratio
 from angpt.models.constraints import norms as lengths_along
 from angpt.models.decoder import Block, Decoder
 from angpt.models.primitives import wide
@@ -134,13 +132,6 @@ class NormProbe(Probe):
             BlockNorms.of(*(self.found[part, name, layer].stats().mean for name in names))
             for layer in range(self.layers)
         )
-
-
-def measure(model: Decoder, batches: Iterable[Batch], history: History | None = None, *, bf16: bool = False) -> Norms:
-    """Every norm of a model on these batches."""
-    probe = NormProbe(len(model.blocks))
-    observe(model, batches, [probe], bf16=bf16)
-    return collect(model, probe, history or History.empty())
 
 
 def collect(model: Decoder, probe: NormProbe, history: History) -> Norms:

@@ -1,12 +1,11 @@
 """Part 5, robustness: the residual stream and the loss on inputs unlike any training text."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from angpt.analysis.inputs import Condition, Missing, condition_batches
 from angpt.analysis.probe import Stats, StreamProbe, finite, observe, ratio
-from angpt.data.loader import Batch
 from angpt.models.decoder import Decoder
 
 
@@ -37,23 +36,6 @@ class Robustness:
     shifts: tuple[Shift, ...]
     """Validation text first."""
     missing: tuple[Missing, ...]
-
-
-def measure(
-    model: Decoder,
-    text: Iterable[Batch],
-    conditions: Sequence[Condition | Missing],
-    batch_tokens: int,
-    *,
-    bf16: bool = False,
-) -> Robustness:
-    """The model on validation text, and on each condition."""
-    batches = list(text)
-    probe = StreamProbe(len(model.blocks))
-    loss = observe(model, batches, [probe], bf16=bf16)
-    sequences = sum(len(batch.inputs) for batch in batches)
-    base = text_shift(probe.stats(), loss, sequences, batches[0].inputs.shape[1])
-    return compare(model, base, conditions, batch_tokens, bf16=bf16)
 
 
 def text_shift(stream: tuple[Stats, ...], loss: float | None, sequences: int, length: int) -> Shift:

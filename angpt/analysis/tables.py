@@ -2,17 +2,24 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rich import box
 from rich.table import Table as RichTable
 
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
+from angpt.analysis.attention import LayerAttention
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, FactorInTheWild
-from angpt.analysis.norms import ON_BOUND, BlockNorms
-from angpt.analysis.robustness import factor
+from angpt.analysis.learned import Learned
+from angpt.analysis.moments import Moments
+from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
+from angpt.analysis.robustness import Robustness, factor
 from angpt.studies.text import label, quantity
 
+T = TypeVar("T")
+Measured = Sequence[tuple[RunAnalysis, T]]
+"""The runs that something was measured of, and what."""
 NONE = "–"
 GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
 
@@ -82,42 +89,28 @@ def span(values: Sequence[float | None]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def tables(analysis: Analysis) -> list[Table]:
-    """All tables that there is something for."""
-    makers: tuple[Callable[[Analysis], Table | None], ...] = (
-        streams, ratios, gammas, rows_on_bound, factors, learned, moments, distribution_shift, robustness, attention,
-    )  # fmt: skip
-    return [table for make in makers if (table := make(analysis)) is not None]
-
-
 def places(layers: int) -> dict[str, int]:
     """First, middle and last layer, from 0."""
     return {"first": 0, "middle": layers // 2, "last": layers - 1}
 
 
-def streams(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.norms]
-    if not runs:
-        return None
+def streams(runs: Measured[Norms]) -> Table:
     rows = []
-    for run in runs:
-        assert run.norms
-        means = [stats.mean for stats in run.norms.stream]
+    for run, norms in runs:
+        means = [stats.mean for stats in norms.stream]
         chosen = [number(means[i]) for i in (*places(run.layers).values(), run.layers)]
         rows.append((run.label, *chosen, span(means), number(run.loss, 4)))
+    measured = " or ".join(dict.fromkeys(quantity(run.measured_tokens) for run, _ in runs))
     return Table(
         "streams",
         "Length of the residual stream",
         ("", "into the first layer", "middle", "last", "after the last", "range", "loss"),
         tuple(rows),
-        f"Means over {_measured(runs)} tokens of validation text.",
+        f"Means over {measured} tokens of validation text.",
     )
 
 
-def ratios(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.norms]
-    if not runs:
-        return None
+def ratios(runs: Measured[Norms]) -> Table:
     readings: dict[str, Callable[[BlockNorms], float | None]] = {
         "maps": lambda b: b.maps,
         "update": lambda b: b.relative_update,
@@ -129,15 +122,14 @@ def ratios(analysis: Analysis) -> Table | None:
             for part in ("attention", "MLP"):
                 of_paper = paper.RATIOS[f"{place} {part}"] if reading == "maps" else {}
                 cells = [printed(of_paper.get(name)) for name in ("gpt+", "angpt")]
-                for run in runs:
-                    assert run.norms
-                    blocks = run.norms.attention if part == "attention" else run.norms.mlp
+                for run, norms in runs:
+                    blocks = norms.attention if part == "attention" else norms.mlp
                     cells.append(number(value(blocks[places(run.layers)[place]])))
                 rows.append((f"{reading}: {place} {part}", *cells))
     return Table(
         "ratios",
         "Mean output norm over mean input norm of the blocks",
-        ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run in runs)),
+        ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run, _ in runs)),
         tuple(rows),
         "maps: behind the block's last linear map over in front of its first; update: what the residual stream "
         "receives over the stream; stream: the stream after the update over the stream before. The paper (0.5B) does "
@@ -145,15 +137,11 @@ def ratios(analysis: Analysis) -> Table | None:
     )
 
 
-def gammas(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.norms and run.norms.gamma]
-    if not runs:
-        return None
+def gammas(runs: Measured[Norms]) -> Table:
     names = {"norm_a": "γ_a", "norm_m": "γ_m", "norm_h": "γ_h"}
     rows = []
-    for run in runs:
-        assert run.norms
-        for name, values in run.norms.gamma.items():
+    for run, norms in runs:
+        for name, values in norms.gamma.items():
             chosen = [values[i] for i in places(run.layers).values()] if len(values) > 1 else [None, None, values[0]]
             rows.append((f"{run.label}, ‖{names.get(name, name)}‖", *(number(value) for value in chosen)))
     return Table(
@@ -165,16 +153,12 @@ def gammas(analysis: Analysis) -> Table | None:
     )
 
 
-def rows_on_bound(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.norms]
-    if not runs:
-        return None
+def rows_on_bound(runs: Measured[Norms]) -> Table:
     rows = []
     for group in GROUPS:
         cells = []
-        for run in runs:
-            assert run.norms
-            found = [r for r in run.norms.rows if r.group == group]
+        for _, norms in runs:
+            found = [r for r in norms.rows if r.group == group]
             count = sum(r.vectors for r in found)
             bound = sum((r.on_bound or 0) * r.vectors for r in found) / count if count else None
             known = found and found[0].on_bound is not None
@@ -183,24 +167,21 @@ def rows_on_bound(analysis: Analysis) -> Table | None:
     return Table(
         "rows",
         "Mean row norm by layer, and rows on the bound",
-        ("", *(run.label for run in runs)),
+        ("", *(run.label for run, _ in runs)),
         tuple(rows),
         f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT holds the columns of "
         "W_p and W_d at 1, the rows elsewhere).",
     )
 
 
-def factors(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.factors and any(f.nu is not None for f in run.factors)]
-    if not runs:
-        return None
+def factors(runs: Measured[tuple[FactorInTheWild, ...]]) -> Table:
+    runs = [(run, found) for run, found in runs if any(f.nu is not None for f in found)]
     rows = []
-    for run in runs:
+    for run, found in runs:
         prefix = f"{run.label}, " if len(runs) > 1 else ""
         for name, symbol in SYMBOLS.items():
-            found = [f for f in run.factors or () if f.activation == name]
-            if found:
-                rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *_factor_cells(found, symbol)))
+            if mine := [f for f in found if f.activation == name]:
+                rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *_factor_cells(mine, symbol)))
     return Table(
         "factors",
         "Factors in the wild",
@@ -232,14 +213,9 @@ def _percent_span(values: Sequence[float | None]) -> str:
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
-def learned(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.learned]
-    if not runs:
-        return None
+def learned(runs: Measured[Learned]) -> Table:
     rows = []
-    for run in runs:
-        found = run.learned
-        assert found
+    for run, found in runs:
         alphas = [found.alpha.get(name, ()) for name in ("alpha_a", "alpha_m")]
         entries = [s for spreads in alphas for s in spreads]
         negative = sum(s.negative for s in entries) / len(entries) if entries else None
@@ -267,16 +243,12 @@ def learned(analysis: Analysis) -> Table | None:
     )
 
 
-def moments(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.moments]
-    if not runs:
-        return None
+def moments(runs: Measured[Moments]) -> Table:
     rows = []
     for group in GROUPS:
         cells = []
-        for run in runs:
-            assert run.moments
-            found = next((g for g in run.moments.groups if g.group == group), None)
+        for _, measured in runs:
+            found = next((g for g in measured.groups if g.group == group), None)
             cells.append(
                 f"{number(found.peak)}× at {percent(found.peak_at, 0)}; {percent(found.early, 0)}" if found else NONE
             )
@@ -284,26 +256,22 @@ def moments(analysis: Analysis) -> Table | None:
     return Table(
         "moments",
         "Variance of Adam's first moment relative to its sum over training",
-        ("", *(run.label for run in runs)),
+        ("", *(run.label for run, _ in runs)),
         tuple(rows),
         "The highest value (as a multiple of the mean over training) and when it is reached, then the part of the sum "
         "that falls on the first tenth of training (10 % if it is as restless throughout). Means over layers.",
     )
 
 
-def distribution_shift(analysis: Analysis) -> Table | None:
+def distribution_shift(runs: Measured[Robustness]) -> Table:
     """The paper's own table."""
-    runs = [run for run in analysis.runs if run.robustness]
-    if not runs:
-        return None
     rows = []
-    for name, found in paper.ROBUSTNESS.items():
-        text, same = found["text"], found["same token"]
+    for name, theirs in paper.ROBUSTNESS.items():
+        text, same = theirs["text"], theirs["same token"]
         cells = [printed(v) for v in (text.mean, text.std, same.mean, same.std, factor(text.mean, same.mean))]
         rows.append((f"{label(name)}, paper", *cells))
-    for run in runs:
-        assert run.robustness
-        shifts = {s.name: s for s in run.robustness.shifts}
+    for run, found in runs:
+        shifts = {s.name: s for s in found.shifts}
         if "same token" in shifts:
             a, b = shifts["text"], shifts["same token"]
             rows.append((run.label, *(number(v) for v in (a.mean, a.std, b.mean, b.std, b.change))))
@@ -317,14 +285,10 @@ def distribution_shift(analysis: Analysis) -> Table | None:
     )
 
 
-def robustness(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.robustness]
-    if not runs:
-        return None
+def robustness(runs: Measured[Robustness]) -> Table:
     rows = []
-    for run in runs:
-        assert run.robustness
-        for s in run.robustness.shifts:
+    for run, found in runs:
+        for s in found.shifts:
             worst = NONE if s.worst_change is None else f"{number(s.worst_change)}×"
             if s.worst_layer is not None and worst != "1.00×":
                 worst += f" {_place(s.worst_layer, run.layers)}"
@@ -344,15 +308,11 @@ def _place(layer: int, layers: int) -> str:
     return "after the last" if layer > layers else f"at {layer}"
 
 
-def attention(analysis: Analysis) -> Table | None:
-    runs = [run for run in analysis.runs if run.attention]
-    if not runs:
-        return None
+def attention(runs: Measured[tuple[LayerAttention, ...]]) -> Table:
     rows = []
-    for run in runs:
-        assert run.attention
+    for run, layers in runs:
         for name, i in places(run.layers).items():
-            found = run.attention[i]
+            found = layers[i]
             end = found.bins[-1]
             rows.append(
                 (
@@ -375,5 +335,18 @@ def attention(analysis: Analysis) -> Table | None:
     )
 
 
-def _measured(runs: Sequence[RunAnalysis]) -> str:
-    return " or ".join(dict.fromkeys(quantity(run.measured_tokens) for run in runs))
+MAKERS: tuple[tuple[str, Callable[[Any], Table]], ...] = (
+    ("norms", streams), ("norms", ratios), ("norms", gammas), ("norms", rows_on_bound), ("factors", factors),
+    ("learned", learned), ("moments", moments), ("robustness", distribution_shift), ("robustness", robustness),
+    ("attention", attention),
+)  # fmt: skip
+"""What each table is made of, and by."""
+
+
+def tables(analysis: Analysis) -> list[Table]:
+    """All tables that there is something for."""
+    found = []
+    for part, make in MAKERS:
+        if runs := [(run, measured) for run in analysis.runs if (measured := getattr(run, part))]:
+            found.append(make(runs))
+    return [table for table in found if table.rows]

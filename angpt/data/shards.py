@@ -350,9 +350,9 @@ def _bin_file(path: Path) -> BinFile:
     return BinFile(path, 0, size // 2)
 
 
-def _head_and_tail(path: Path, length: int = 1 << 20) -> bytes:
+def _head_and_tail(path: Path) -> bytes:
     """A cheap identity of a large file: its size, its first and its last MiB."""
-    size = path.stat().st_size
+    size, length = path.stat().st_size, 1 << 20
     with path.open("rb") as file:
         head = file.read(length)
         file.seek(max(0, size - length))

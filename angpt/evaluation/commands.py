@@ -1,10 +1,11 @@
 """The command `angpt eval`: what to evaluate on, then call the library and print."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from angpt.config import Device, Precision
 from angpt.errors import UserError
 
 
@@ -16,8 +17,8 @@ def evaluate(
     tokenizer: str | None = None,
     write_requests: Path | None = None,
     requests: Path | None = None,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
-    precision: Literal["auto", "fp32", "bf16"] = "auto",
+    device: Device = "auto",
+    precision: Precision = "auto",
     batch_tokens: int | None = None,
 ) -> None:
     """How good models are, side by side: loss, perplexity and bits per byte on prepared data, and the tasks of the
@@ -32,10 +33,10 @@ def evaluate(
     angpt eval runs/a --tasks paper                     the same from the hub
 
     PIQA, ARC-Easy, HellaSwag, WinoGrande and MMLU show acc, LAMBADA perplexity, WikiText word_perplexity. Results go to
-    eval/results.json in the folder of each model, with everything else that the harness reports, and into the page of
-    `angpt report`. Stopped at any moment, the same command goes on with the task that was under way; what is known of
-    the same weights is not computed again (delete eval/ to have it so). On a machine with several GPUs, each evaluates
-    a part of the models.
+    eval/results.json in the folder of each model, with everything else that the harness reports, and into the page
+    of `angpt report`. Stopped at any moment, the same command goes on with the task that was under way; what is known
+    of the same weights is not computed again (delete eval/ to have it so). On a machine with several GPUs, each
+    evaluates a part of the models.
 
     For a GPU without network or lm-eval, in three steps:
 

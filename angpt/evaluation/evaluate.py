@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from tokenizers import Tokenizer
 
+from angpt.config import Device, Precision
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
@@ -36,6 +37,7 @@ from angpt.evaluation.results import (
 from angpt.evaluation.scoring import Model, Progress, score
 from angpt.evaluation.subjects import Subject
 from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
+from angpt.training.hardware import choose_device, present
 from angpt.training.run import environment
 
 if TYPE_CHECKING:
@@ -56,19 +58,16 @@ class How:
     limit: int | None
 
     @classmethod
-    def choose(cls, device: str, precision: str, batch_tokens: int | None, limit: int | None) -> "How":
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda, but torch sees no GPU here")
+    def choose(cls, device: Device, precision: Precision, batch_tokens: int | None, limit: int | None) -> "How":
+        where = present(choose_device(device))
         for name, value in (("--batch-tokens", batch_tokens), ("--limit", limit)):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value}: at least one is needed")
         return cls(
-            device=torch.device(device),
-            precision="bf16" if precision == "bf16" or (precision == "auto" and device == "cuda") else "fp32",
+            device=where,
+            precision="bf16" if precision == "bf16" or (precision == "auto" and where.type == "cuda") else "fp32",
             any_precision=precision == "auto",
-            batch_tokens=batch_tokens or BATCH_TOKENS[device],
+            batch_tokens=batch_tokens or BATCH_TOKENS[where.type],
             limit=limit,
         )
 

@@ -28,9 +28,9 @@ def hparams(
     Args:
         sources: Study folders, run folders, or CSV files (docs/fits.md lists their columns).
         out: Folder for hparams.json and the figures.
-        architectures: Fit these only.
+        architectures: Fit these only; all unless given.
         multiple: Take the runs with this many tokens per parameter, where there are several budgets.
-        write_rules: Write the laws as rules of `angpt train` to this file; those of angpt/training/rules.toml hold.
+        write_rules: Write the laws as rules of `angpt train` to this file; it follows angpt/training/rules.toml.
     """
     from rich.console import Console
 
@@ -75,13 +75,13 @@ def scaling(
     Args:
         sources: Study folders, run folders, or CSV files (docs/fits.md lists their columns).
         out: Folder for scaling.json and the figures.
-        architectures: Fit these only.
+        architectures: Fit these only; all unless given.
         baseline: What the others are compared with; gpt+ where there is one, else the first.
         count: What counts as N, with C = 6·N·D: all parameters; those without the embedding, which is a look-up (head);
             without embedding and head (none); or all, with the compute that the records state (given).
         attention: Count the FLOPs of attention, too.
         curves: Take the minima over all evaluations within runs, as Chinchilla does, not over complete runs.
-        bins: Of equal logarithmic width, over the range of compute.
+        bins: Parts of equal logarithmic width that the range of compute is cut into, each with its lowest loss.
         bootstrap: Samples for the intervals of the parametric fit.
         huber: Where the loss of the parametric fit turns from squares to absolute values; 0.001 or 1.345 standard
             deviations of the noise, whichever is more, unless given.

@@ -192,9 +192,9 @@ def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: s
     return drawn
 
 
-def _apart(values: Sequence[float], most: int = 8) -> list[float]:
-    """At most so many of the values, evenly."""
-    step = math.ceil(len(values) / most)
+def _apart(values: Sequence[float]) -> list[float]:
+    """At most eight of the values, evenly."""
+    step = math.ceil(len(values) / 8)
     return list(values[::step])
 
 
@@ -209,10 +209,10 @@ def _grid_points(size: SizeFit, what: str) -> list[tuple[float, float, float]]:
     return [(size.parameters, value, 100 * (loss / lowest - 1)) for value, loss in best.items()]
 
 
-def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = None, style: str = "--") -> None:
+def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = None) -> None:
     """A dashed line and its band."""
     values = [law.at(v) for v in x]
-    ax.plot(x, [v.value for v in values], style, color=color, lw=1.5, label=name, zorder=4)
+    ax.plot(x, [v.value for v in values], "--", color=color, lw=1.5, label=name, zorder=4)
     if law.freedom > 0:
         low, high = [v.low or v.value for v in values], [v.high or v.value for v in values]
         ax.fill_between(x, low, high, color=color, alpha=0.13, lw=0, zorder=1)

@@ -128,7 +128,7 @@ def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) 
     )
 
 
-def bend(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> tuple[float, float] | None:
+def bend(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     """Exponents at the lowest and highest x where a parabola of the logarithms is plainly better than a line.
 
     That is at a probability below 1 % of so much bend if there were none. The exponent of the power law is a mean then,
@@ -138,12 +138,11 @@ def bend(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> tuple[
     freedom = len(u) - 3
     if freedom < 1:
         return None
-    root = np.sqrt(np.ones_like(u) if weights is None else np.asarray(weights, float))
     t = u - u.mean()
-    design = np.stack([np.ones_like(t), t, t**2], axis=1) * root[:, None]
+    design = np.stack([np.ones_like(t), t, t**2], axis=1)
     inverse = np.linalg.pinv(design.T @ design)
-    _, slope, curve = inverse @ design.T @ (v * root)
-    residual = v * root - design @ (inverse @ design.T @ (v * root))
+    _, slope, curve = found = inverse @ design.T @ v
+    residual = v - design @ found
     error = math.sqrt(float(residual @ residual) / freedom * inverse[2, 2])
     rounding = abs(curve) * float(np.ptp(t)) ** 2 < 1e-6
     if rounding or 2 * float(stats.t.sf(abs(curve) / error, freedom)) > 0.01:

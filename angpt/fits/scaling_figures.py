@@ -186,12 +186,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
             norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
             for level in shown:
                 _draw_level(ax, level, DEPTH(norm(level.compute)))
-            ax.set_xscale("log")
-            quantity_axis(ax.xaxis, *ax.get_xlim())
-            plain_log_axis(ax)
-            _close_y(ax)
-            ax.set(title=label(f.architecture), xlabel="parameters N", ylabel="validation loss")
-            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="FLOPs", fontsize=8, title_fontsize=8)
+            _dress_curves(ax, f, "parameters N", "FLOPs")
         return figure
 
     return Chart(
@@ -205,17 +200,10 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
         + ".",
         columns=("architecture", "compute", "parameters", "loss", "optimal_parameters", "optimal_tokens", "problem"),
         rows=tuple(
-            (
-                f.architecture,
-                lev.compute,
-                float(n),
-                float(y),
-                *(getattr(v, k, None) for k in ("parameters", "tokens")),
-                lev.problem,
-            )
+            (f.architecture, lev.compute, float(n), float(y), *best, lev.problem)
             for f, iso in having
             for lev in iso.levels
-            for v in [lev.vertex]
+            for best in [(lev.vertex.parameters, lev.vertex.tokens) if lev.vertex else (None, None)]
             for n, y in zip(lev.parameters, lev.losses, strict=True)
         ),
         draw=draw,
@@ -224,15 +212,8 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
 
 def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
     pale = 0.35 if level.problem else 1.0
-    ax.plot(
-        level.parameters,
-        level.losses,
-        "o",
-        color=color,
-        ms=3.5,
-        alpha=pale,
-        label=f"{level.compute:.1e}".replace("e+", "e"),
-    )
+    compute = f"{level.compute:.1e}".replace("e+", "e")
+    ax.plot(level.parameters, level.losses, "o", color=color, ms=3.5, alpha=pale, label=compute)
     if level.vertex is not None:
         x = np.geomspace(*level.vertex.support, 80)
         y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
@@ -259,12 +240,7 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
                 d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
                 ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
                 ax.plot(d, np.exp(_law_at(law, math.log(size), np.log(d))), color=color, lw=1.3)
-            ax.set_xscale("log")
-            quantity_axis(ax.xaxis, *ax.get_xlim())
-            plain_log_axis(ax)
-            _close_y(ax)
-            ax.set(title=label(f.architecture), xlabel="tokens D", ylabel="validation loss")
-            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
+            _dress_curves(ax, f, "tokens D", "parameters")
         return figure
 
     words = [f"{label(f.architecture)}: {parametric_text(law)}" for f, law in having]
@@ -344,6 +320,16 @@ def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
     found = [saving(one, two, c.approach, float(loss)) for loss in x]
     ends = [[math.nan if v is None else v for v in (e.value, e.low, e.high)] for e in found]
     return x, *np.array(ends).T
+
+
+def _dress_curves(ax: Axes, f: ArchitectureFit, x: str, lines: str) -> None:
+    """Loss over a count, one line for each of `lines`."""
+    ax.set_xscale("log")
+    quantity_axis(ax.xaxis, *ax.get_xlim())
+    plain_log_axis(ax)
+    _close_y(ax)
+    ax.set(title=label(f.architecture), xlabel=x, ylabel="validation loss")
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=lines, fontsize=8, title_fontsize=8)
 
 
 def compute_axis(ax: Axes) -> None:

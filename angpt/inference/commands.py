@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from rich.console import Console
 
+from angpt.config import Device, Precision
 from angpt.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from rich.table import Table
 
     from angpt.inference.folded import Folded
     from angpt.inference.graph import Graph
 
 DEFAULT_TOKENS = 200
-Precision = Literal["auto", "fp32", "bf16"]
 Step = Literal["auto", "plain", "kernels", "compiled"]
 
 
@@ -95,7 +94,7 @@ def generate_command(
     stop: tuple[str, ...] = (),
     seed: int = 0,
     sliding: bool = False,
-    device: str = "auto",
+    device: Device = "auto",
     precision: Precision = "auto",
     step: Step = "auto",
 ) -> None:
@@ -183,25 +182,13 @@ def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
     Console().print(f"{out}: imported; try: angpt generate {out}", highlight=False, soft_wrap=True)
 
 
-def place(model: "Folded", device: str, precision: Precision) -> "Folded":
+def place(model: "Folded", device: Device, precision: Precision) -> "Folded":
     """Bring a model to where it will run."""
     import torch
 
-    where = choose_device(device)
+    from angpt.training.hardware import choose_device, present
+
+    where = present(choose_device(device))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}
     chosen = precision if precision != "auto" else "bf16" if where.type == "cuda" else "fp32"
     return model.prepare(where, dtype[chosen])
-
-
-def choose_device(name: str) -> "torch.device":
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"device {name!r} cannot be used ({reason}); give cpu, cuda or auto") from error
-    return device

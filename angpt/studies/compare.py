@@ -20,8 +20,8 @@ from angpt.studies.search import Optimum, grow, optimum, rounded
 from angpt.studies.study import holds_study
 from angpt.studies.summarise import summarise
 from angpt.system import write_atomically
+from angpt.training.launch import check
 from angpt.training.plan import make_plan
-from angpt.training.trainer import check
 
 TUNING_SPLIT = 0.05
 TUNING_RATIO = 2.0

@@ -165,7 +165,7 @@ class Processes:
         self.slots = workers
         self.threads = threads or max(1, available_cores() // workers)
         self.context = mp.get_context("forkserver")
-        self.context.set_forkserver_preload(["angpt.training.trainer"])
+        self.context.set_forkserver_preload(["angpt.training.launch"])
         self.runs: list[Running] = []
         self.stopping = False
 

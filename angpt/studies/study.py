@@ -24,8 +24,8 @@ from angpt.studies.grid import Group, Point, groups, largest_lines, run_config, 
 from angpt.studies.jobs import MADE_BY, Job, check_new, ended, note_failure, repeated_by
 from angpt.studies.search import Loss, grow
 from angpt.system import write_atomically
+from angpt.training.launch import check
 from angpt.training.plan import make_plan
-from angpt.training.trainer import check
 
 FILE = "study.toml"
 

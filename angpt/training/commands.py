@@ -125,21 +125,21 @@ def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
     import torch
     from rich.console import Console
 
+    from angpt.training.launch import start
     from angpt.training.reporter import PlainReporter
-    from angpt.training.trainer import start
 
     torch.set_num_threads(threads)
     return start(config, folder, PlainReporter(Console()), again=True).status != "interrupted"
 
 
 def run_new(config: TrainConfig, folder: Path) -> None:
-    from angpt.training.trainer import start
+    from angpt.training.launch import start
 
     _show(lambda reporter: start(config, folder, reporter), folder)
 
 
 def run_resumed(folder: Path, settings: TrainConfig) -> None:
-    from angpt.training.trainer import resume
+    from angpt.training.launch import resume
 
     _show(lambda reporter: resume(folder, reporter, settings), folder)
 

@@ -1,4 +1,4 @@
-"""What the device can do: the rate of a large matrix product, and the memory in use."""
+"""The device: which one, the rate of a large matrix product on it, and the memory in use."""
 
 import resource
 import sys
@@ -6,6 +6,21 @@ import time
 from functools import cache
 
 import torch
+
+from angpt.config import Device
+from angpt.errors import UserError
+
+
+def choose_device(name: Device) -> torch.device:
+    """By its name; it need not be here."""
+    return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def present(device: torch.device) -> torch.device:
+    """The device, if it is here."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
+    return device
 
 
 @cache

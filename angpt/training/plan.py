@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from angpt.config import ModelConfig, TrainConfig, from_dict, parse_budget
-from angpt.errors import UserError, nearest
+from angpt.errors import UserError
 from angpt.models.variants import build
+from angpt.training.hardware import choose_device
 
 ANCHOR = 32e6
 """Number of parameters at which the rules state their learning rate and batch size."""
@@ -100,7 +101,7 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Fill in what the configuration leaves open, for a run on so many devices."""
-    device = _device(cfg.device)
+    device = choose_device(cfg.device)
     parameters, flops_per_token = count(cfg.model)
     rule, optimizer, context = rule_for(cfg.model.architecture), cfg.optimizer, cfg.model.context
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
@@ -132,7 +133,7 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         tokens=str(budget),
         batch_tokens=batch_tokens,
         micro_batch=micro_batch,
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         precision=_auto(cfg.precision, device, "bf16", "fp32"),
         compile=_auto(cfg.compile, device, "on", "off"),
         eval_every=eval_every,
@@ -157,14 +158,6 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         dtype=torch.bfloat16 if resolved.precision == "bf16" else torch.float32,
         compile=resolved.compile == "on",
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in MICRO_TOKENS:
-        raise UserError(f"device = {name!r}: {nearest(name, [*MICRO_TOKENS, 'auto'])}")
-    return torch.device(name)
 
 
 def _auto(choice: str, device: torch.device, on_gpu: str, on_cpu: str) -> Any:

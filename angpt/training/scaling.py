@@ -44,18 +44,16 @@ def count(cfg: ModelConfig) -> Counts:
     return Counts(blocks, sum(sizes.values()) - blocks, model.flops_per_token(), model.parameter_count())
 
 
-def state_bytes(cfg: ModelConfig, strategy: Strategy | None, shards: int = 1, passes: int = 1) -> float:
-    """Of a GPU, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
+def state_bytes(cfg: ModelConfig, strategy: Strategy | None, shards: int = 1) -> float:
+    """Of a GPU in one pass a step, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
     n = count(cfg)
-    if strategy != "fsdp":  # a copy in bf16, and its gradient; sums of several passes in fp32
-        return n.matrices * (FP32 + MOMENTS + BF16 + BF16 + (FP32 if passes > 1 else 0))
+    if strategy != "fsdp":  # a copy in bf16, and its gradient
+        return n.matrices * (FP32 + MOMENTS + BF16 + BF16)
     held = n.matrices * (FP32 + MOMENTS + FP32) / shards
     if shards == 1:
         return held + n.matrices * 2 * BF16
-    # Embedding and head for the whole step, a block and the next one, each with its gradient. Between passes the
-    # gradients stay whole, so that only the last one has to communicate.
-    gathered = (n.ends + 2 * n.blocks / cfg.n_layers) * BF16
-    return held + gathered + (n.matrices * FP32 if passes > 1 else (n.ends + n.blocks / cfg.n_layers) * BF16)
+    # Embedding and head for the whole step, a block and the next one, each with its gradient.
+    return held + (n.ends + 2 * n.blocks / cfg.n_layers) * BF16 + (n.ends + n.blocks / cfg.n_layers) * BF16
 
 
 def activation_bytes(cfg: ModelConfig, tokens: int, recompute: bool = False) -> float:
@@ -95,26 +93,23 @@ class Traffic:
         return max(self.inside / machine.inside, self.between / machine.between) + self.latency
 
 
-def traffic(
-    cfg: ModelConfig, strategy: Strategy, ranks: int, machine: Machine, shards: int | None = None, passes: int = 1
-) -> Traffic:
+def traffic(cfg: ModelConfig, strategy: Strategy, ranks: int, machine: Machine, shards: int | None = None) -> Traffic:
     """To sum n bytes over k ranks in rings each sends 2 n (k − 1)/k; to gather them, or to scatter sums, half of that.
     Rings pass through all GPUs of a machine before they leave it, each by another adapter: a GPU's adapter sends its
     part of that. A sum finds its way through a tree of machines; gathering goes around the ring."""
     n = count(cfg)
-    wire = FP32 if passes > 1 else BF16
     inner, machines = min(ranks, machine.gpus), max(1, ranks // machine.gpus)
     tree = 2 * machines.bit_length() * machine.hop_between if machines > 1 else 0.0
     if strategy == "ddp":
-        total = 2 * _part(ranks) * n.matrices * wire
-        buckets = -(-n.matrices * wire // BUCKET_BYTES)
+        total = 2 * _part(ranks) * n.matrices * BF16
+        buckets = -(-n.matrices * BF16 // BUCKET_BYTES)
         return Traffic(total, total / inner if machines > 1 else 0.0, buckets * tree)
     shards = shards or ranks
-    gathers = passes * (n.ends + 2 * n.blocks) * BF16  # blocks again for the backward pass
-    shared = _part(shards) * (gathers + n.matrices * wire)
-    messages = cfg.n_layers * (2 * passes + 1)
+    gathers = (n.ends + 2 * n.blocks) * BF16  # blocks again for the backward pass
+    shared = _part(shards) * (gathers + n.matrices * BF16)
+    messages = cfg.n_layers * 3  # two gathers and a sum
     if shards <= inner:  # then whole copies are kept equal between machines, if there are several
-        copies = 2 * _part(ranks // shards) * n.matrices * wire / shards
+        copies = 2 * _part(ranks // shards) * n.matrices * BF16 / shards
         return Traffic(shared, copies, messages * (shards - 1) * machine.hop_inside + cfg.n_layers * tree)
     around = (shards - machines) * machine.hop_inside + machines * machine.hop_between
     return Traffic(shared, shared / inner, messages * around)

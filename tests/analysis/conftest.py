@@ -4,20 +4,11 @@ import torch
 from angpt.config import ModelConfig
 from angpt.data.loader import Batch
 from angpt.models.variants import build
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
-from angpt.training.trainer import start
 from tests.training.conftest import small, write_tokens
 
 VOCAB = 61
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread():
-    """The models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(architecture="angpt", seed=0, double=True, **changes):

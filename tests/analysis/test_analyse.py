@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.analysis import attention, factors, learned, moments, norms, robustness
-from angpt.analysis.analyse import PARTS, Analysis, analyse, choose_device, labels, newest_state, open_text
+from angpt.analysis import learned, moments
+from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, newest_state, open_text
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
 from angpt.config import read_toml, to_toml
 from angpt.errors import UserError
 from angpt.inference.source import open_source
 from angpt.training.run import Run
+from tests.analysis.parts import measure_attention, measure_factors, measure_norms, measure_robustness
 
 TOKENS = 256
 
@@ -34,12 +35,12 @@ def test_every_part_is_what_its_function_gives(runs, analysis):
         def text(source=source):
             return text_batches(source, TOKENS, 4096)
 
-        assert found.norms == norms.measure(model, text(), history), name
-        assert found.factors == factors.measure(model, text())
+        assert found.norms == measure_norms(model, text(), history), name
+        assert found.factors == measure_factors(model, text())
         assert found.learned == learned.measure(model, counts, history)
         assert found.moments == moments.measure(History.read(run, "moments"), 0.1 if name == "gpt+" else 0.0)
-        assert found.robustness == robustness.measure(model, text(), conditions(source, TOKENS // 8, counts), 4096)
-        assert found.attention == attention.measure(model, text())
+        assert found.robustness == measure_robustness(model, text(), conditions(source, TOKENS // 8, counts), 4096)
+        assert found.attention == measure_attention(model, text())
 
 
 def test_what_it_says_of_the_runs(runs, analysis):
@@ -129,11 +130,9 @@ def test_mistakes_say_what_to_do(runs, tmp_path, tokens):
         analyse([tmp_path])
     with pytest.raises(UserError, match="angpt: is named twice"):
         analyse([runs["angpt"], runs["gpt+"], runs["angpt"]])
-    with pytest.raises(UserError, match="did you mean cpu"):
-        choose_device("cpuu")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="sees no GPU"):
-            choose_device("cuda")
+            analyse([runs["angpt"]], device="cuda")
     other = tmp_path / "other"
     other.mkdir()
     for split in ("train", "val"):

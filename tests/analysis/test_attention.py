@@ -9,6 +9,7 @@ from angpt.analysis.attention import AttentionProbe
 from angpt.data.loader import document_numbers
 from angpt.models.primitives import make_context
 from tests.analysis.conftest import some_batches, tiny
+from tests.analysis.parts import measure_attention
 
 
 def test_dense_attention_has_rows_of_one_over_root_r():
@@ -17,7 +18,7 @@ def test_dense_attention_has_rows_of_one_over_root_r():
     with torch.no_grad():
         for block in model.blocks:
             block.W_qkv.weight[:16] = 0
-    for found in attention.measure(model, some_batches()):
+    for found in measure_attention(model, some_batches()):
         assert found.total.scaled == pytest.approx(1, abs=1e-6)
         assert found.heads == pytest.approx((1, 1), abs=1e-6)
         assert found.total.norm == found.total.dense == pytest.approx(statistics.fmean(r**-0.5 for r in range(1, 13)))
@@ -82,8 +83,8 @@ def test_against_loops_over_every_entry(monkeypatch, masked, entries):
 
 def test_shorter_and_longer_sequences_add_up():
     model = tiny("gpt+")
-    together = attention.measure(model, some_batches(length=6) + some_batches(length=12))
-    alone = [attention.measure(model, some_batches(length=n)) for n in (6, 12)]
+    together = measure_attention(model, some_batches(length=6) + some_batches(length=12))
+    alone = [measure_attention(model, some_batches(length=n)) for n in (6, 12)]
     for both, short, long in zip(together, *alone, strict=True):
         assert both.total.rows == short.total.rows + long.total.rows
         expected = short.total.effective * short.total.rows + long.total.effective * long.total.rows

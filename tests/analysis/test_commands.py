@@ -8,23 +8,13 @@ import numpy as np
 import pytest
 
 from angpt.analysis.commands import ALL
-from angpt.cli import main
 from angpt.studies.compare import Comparison
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
-from angpt.training.trainer import start
+from tests.command import angpt
 from tests.studies.conftest import tiny
 
 pytest.importorskip("matplotlib")
-
-
-def run(capsys, *args):
-    code = 0
-    try:
-        main(["analyze", *map(str, args)])
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, " ".join((captured.out + captured.err).split())
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +58,9 @@ def test_the_terminal_shows_the_same_tables_uncut(written):
 
 
 def test_parts_alone(capsys, runs, tmp_path):
-    code, out, _ = run(capsys, runs["angpt"], "--parts", "attention", "--tokens", 64, "--out", tmp_path / "out")
+    code, out = angpt(
+        capsys, "analyze", runs["angpt"], "--parts", "attention", "--tokens", 64, "--out", tmp_path / "out"
+    )
     assert code == 0
     assert "Rows of the attention matrices" in out
     assert "Learned parameters" not in out
@@ -78,12 +70,12 @@ def test_parts_alone(capsys, runs, tmp_path):
 
 def test_of_a_comparison_one_run_per_architecture_is_taken(capsys, tokens, tmp_path):
     study = Comparison.create(tmp_path / "study", tiny(tokens, architectures=("gpt+", "angpt")), "angpt compare")
-    code, _, text = run(capsys, study.folder)
+    code, text = angpt(capsys, "analyze", study.folder)
     assert code == 2
     assert "no run has started yet" in text
     for job in study.jobs(study.default_rates()):
         start(job.config, job.folder, Quiet())
-    code, _, text = run(capsys, study.folder, "--parts", "learned")
+    code, text = angpt(capsys, "analyze", study.folder, "--parts", "learned")
     assert code == 0
     assert str(study.folder / "analysis" / "analysis.md") in text
     found = json.loads((study.folder / "analysis" / "analysis.json").read_text())
@@ -112,7 +104,7 @@ def long_text(folder):
 
 
 def test_the_toy_examples_need_no_run(capsys, tmp_path):
-    code, _, _ = run(capsys, "--parts", "toy", "--out", tmp_path)
+    code, _ = angpt(capsys, "analyze", "--parts", "toy", "--out", tmp_path)
     assert code == 0
     assert {p.name for p in (tmp_path / "figures").glob("*.png")} == {"toy-preconditioning.png", "toy-residual.png"}
 
@@ -127,14 +119,16 @@ def test_the_toy_examples_need_no_run(capsys, tmp_path):
         (("RUN", "--data", "/nowhere"), "/nowhere: no such file or folder"),
         (("RUN", "--tokens", "-5"), "tokens = -5: at least one is needed"),
         (("RUN", "--tokens", "many"), "many"),
-        (("RUN", "--device", "gpu"), "device = 'gpu'"),
+        (("RUN", "--device", "gpu"), "invalid choice 'gpu'"),
         (("RUN", "--out", "FILE"), "is a file; choose another --out"),
     ],
 )
 def test_mistakes_exit_with_2_and_no_traceback(capsys, runs, tmp_path, args, message):
     (tmp_path / "file").write_text("")
     replace = {"RUN": runs["angpt"], "FILE": tmp_path / "file"}
-    code, _, text = run(capsys, *(replace.get(a, a) for a in args), *(() if "--out" in args else ("--out", tmp_path)))
+    code, text = angpt(
+        capsys, "analyze", *(replace.get(a, a) for a in args), *(() if "--out" in args else ("--out", tmp_path))
+    )
     assert code == 2
     assert message in text
     assert "Traceback" not in text
@@ -142,6 +136,6 @@ def test_mistakes_exit_with_2_and_no_traceback(capsys, runs, tmp_path, args, mes
 
 def test_a_folder_that_cannot_be_written_to(capsys, runs, tmp_path):
     (tmp_path / "file").write_text("")
-    code, _, text = run(capsys, runs["angpt"], "--parts", "learned", "--out", tmp_path / "file" / "below")
+    code, text = angpt(capsys, "analyze", runs["angpt"], "--parts", "learned", "--out", tmp_path / "file" / "below")
     assert code == 2
     assert "cannot be written" in text

@@ -4,11 +4,11 @@ import statistics
 import pytest
 import torch
 
-from angpt.analysis import factors
 from angpt.models.factors import constants, nu_lerp
 from angpt.models.primitives import norm
 from angpt.models.variants import build
 from tests.analysis.conftest import some_batches, tiny
+from tests.analysis.parts import measure_factors
 
 A, B, C, P, U, Z, D = 2.0, 0.5, 1.5, 0.7, 1.2, 3.0, 0.9
 """How much longer each planted map makes its input."""
@@ -34,7 +34,7 @@ def planted():
 
 
 def test_planted_maps(planted):
-    found = lookup(factors.measure(planted, some_batches()))
+    found = lookup(measure_factors(planted, some_batches()))
     for name, gain in (("q", A), ("k", B), ("v", C)):
         first = found[name, 1]
         assert first.measured == pytest.approx(1 / (2 * gain), rel=1e-4)  # every input has length 2
@@ -63,7 +63,7 @@ def test_against_a_slow_walk_with_every_factor_in_its_place(architecture):
     """Table 1 written out: each activation in front of its factor, but behind those before it."""
     model = tiny(architecture)
     batches = some_batches(count=1)
-    found = lookup(factors.measure(model, batches))
+    found = lookup(measure_factors(model, batches))
     h, ctx = model.start(batches[0].inputs)
     with torch.no_grad():
         for layer, block in enumerate(model.blocks, start=1):
@@ -120,7 +120,7 @@ def test_at_its_start_a_wide_model_has_the_factors_of_the_derivation():
     from angpt.config import ModelConfig
 
     cfg = ModelConfig(d_model=512, n_layers=1, n_heads=4, vocab_size=200, context=32)
-    found = lookup(factors.measure(build(cfg), some_batches(length=32, vocab=200)))
+    found = lookup(measure_factors(build(cfg), some_batches(length=32, vocab=200)))
     nu = constants(cfg)
     for name, value in (("q", nu.qkv), ("k", nu.qkv), ("v", nu.qkv), ("u", nu.uz), ("z", nu.uz)):
         assert found[name, 1].nu == value
@@ -133,6 +133,6 @@ def test_at_its_start_a_wide_model_has_the_factors_of_the_derivation():
 
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt"])
 def test_without_factors_the_lengths_are_measured_all_the_same(architecture):
-    found = lookup(factors.measure(tiny(architecture), some_batches()))
+    found = lookup(measure_factors(tiny(architecture), some_batches()))
     assert all(f.nu is None and f.off is None and f.measured for f in found.values())
     assert (("lerp_a", 1) in found) == (architecture == "ngpt")

@@ -12,6 +12,7 @@ from angpt.models.factors import nu_lerp
 from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm
 from tests.analysis.conftest import some_batches, tiny
+from tests.analysis.parts import measure_norms
 
 ATTENTION, MLP, START = (0.5, 1.25), (2.0, 0.8), 3.0
 """What each of two layers multiplies its input with, and the length of every embedding."""
@@ -48,7 +49,7 @@ def planted():
 
 
 def test_planted_ratios(planted):
-    found = norms.measure(planted, some_batches())
+    found = measure_norms(planted, some_batches())
     expected = START
     for layer, (a, m) in enumerate(zip(ATTENTION, MLP, strict=True)):
         assert found.stream[layer].mean == pytest.approx(expected, rel=1e-5)
@@ -74,7 +75,7 @@ def test_planted_spread(planted):
     batches = some_batches(count=1, vocab=30)
     mixed = batches[0]._replace(inputs=torch.cat([batches[0].inputs, batches[0].inputs + 30]),
                                 targets=torch.cat([batches[0].targets] * 2))  # fmt: skip
-    stream = norms.measure(planted, [mixed]).stream[0]
+    stream = measure_norms(planted, [mixed]).stream[0]
     assert (stream.mean, stream.std) == pytest.approx((4.5, 1.5), rel=1e-4)
     assert (stream.low, stream.high) == pytest.approx((3.0, 6.0), rel=1e-4)
     assert stream.rms == pytest.approx(math.sqrt((9 + 36) / 2), rel=1e-4)
@@ -90,7 +91,7 @@ def mean_length(vectors):
 def test_against_a_slow_walk_through_the_model(architecture):
     model = tiny(architecture)
     batches = some_batches(count=1)
-    found = norms.measure(model, batches)
+    found = measure_norms(model, batches)
     h, ctx = model.start(batches[0].inputs)
     with torch.no_grad():
         for layer, block in enumerate(model.blocks):
@@ -183,7 +184,7 @@ def test_nothing_is_bounded_in_gpt_plus():
 def test_history_keeps_what_belongs_to_norms():
     record = {"kind": "layers", "step": 3, "tokens": 30, "input_norm": [1.0, 2.0], "W_p": [0.5], "W_e": 0.7, "g": [5.0]}
     history = History.of([record, record | {"step": 4, "tokens": 40, "W_e": 0.8}])
-    found = norms.measure(tiny(), some_batches(count=1), history).history
+    found = measure_norms(tiny(), some_batches(count=1), history).history
     assert set(found.values) == {"input_norm", "W_p", "W_e"}
     assert found.values["W_e"] == ((0.7,), (0.8,))
     assert found.records()[1] == {"step": 4, "tokens": 40, "input_norm": [1.0, 2.0], "W_p": [0.5], "W_e": 0.8}

@@ -9,6 +9,7 @@ from angpt.analysis.inputs import Condition, Missing
 from angpt.analysis.probe import context_of
 from angpt.data.loader import Batch
 from tests.analysis.conftest import VOCAB, tiny
+from tests.analysis.parts import measure_robustness
 
 LONG = 40
 """From this token on embeddings have length 6, the others 2."""
@@ -45,7 +46,7 @@ def test_planted_lengths(model):
         Condition("mixed", "both in turn", half),
         Condition("beyond", "long ones first, which do not count", np.array([[LONG] * 6 + [0] * 7]), skip=6),
     ]
-    found = robustness.measure(model, text(), conditions, batch_tokens=12)
+    found = measure_robustness(model, text(), conditions, batch_tokens=12)
     assert [s.name for s in found.shifts] == ["text", "long", "mixed", "beyond"]
     assert found.missing == (conditions[1],)
     base, long, mixed, beyond = found.shifts
@@ -62,7 +63,7 @@ def test_planted_lengths(model):
 def test_the_loss_beyond_the_context_is_of_what_lies_there():
     model = tiny("angpt")
     tokens = rows(0, VOCAB, (3, 25))
-    found = robustness.measure(model, text(), [Condition("beyond", "", tokens, skip=12)], batch_tokens=24)
+    found = measure_robustness(model, text(), [Condition("beyond", "", tokens, skip=12)], batch_tokens=24)
     inputs, targets = torch.from_numpy(tokens[:, :-1]), torch.from_numpy(tokens[:, 1:])
     with context_of(model, 24):
         logits = model(inputs)
@@ -80,7 +81,7 @@ def test_the_worst_layer_is_where_the_stream_changes_most(model):
     block.norm_a = torch.nn.Identity()
     constant = Condition("same", "one long token", np.full((2, 13), LONG))
     base = [Batch(torch.zeros(2, 12, dtype=torch.long), torch.zeros(2, 12, dtype=torch.long), None)]
-    found = robustness.measure(model, base, [constant], batch_tokens=100)
+    found = measure_robustness(model, base, [constant], batch_tokens=100)
     assert [s.mean for s in found.shifts[0].stream] == pytest.approx([2, 2, 4], rel=1e-4)
     assert [s.mean for s in found.shifts[1].stream] == pytest.approx([6, 6, 12], rel=1e-4)
     assert found.shifts[1].mean == pytest.approx(8, rel=1e-4)

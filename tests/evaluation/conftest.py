@@ -2,20 +2,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from angpt.data.prepare import prepare
 from angpt.evaluation import tasks
 from tests.data.corpora import write_jsonl
 from tests.evaluation.material import SUBJECTS, small_tasks, write_benchmarks
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -13,8 +13,8 @@ from angpt.evaluation import evaluate as module
 from angpt.evaluation.results import number, read_results
 from angpt.evaluation.tasks import PAPER, TASKS
 from angpt.inference.source import open_source
+from tests.command import call
 from tests.evaluation.material import CONFIG, SAMPLES, small_run
-from tests.test_cli import run
 
 pytest.importorskip("lm_eval")
 
@@ -29,7 +29,7 @@ def words(text: str) -> str:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    code, out, err = run(capsys, "eval", *map(str, args))
+    code, out, err = call(capsys, "eval", *map(str, args))
     assert code == 2, out + err
     assert "Traceback" not in err
     return words(err)
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_without_data_the_loss_on_what_a_run_was_trained_on(
     capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, calls: list[str]
 ) -> None:
-    code, out, _ = run(capsys, "eval", str(folder))
+    code, out, _ = call(capsys, "eval", str(folder))
     assert code == 0
     results = read_results(folder)
     assert results is not None
@@ -62,7 +62,7 @@ def test_without_data_the_loss_on_what_a_run_was_trained_on(
     for shown in (f"{loss.loss:.4f}", f"{loss.bits_per_byte:.4f}", results.model.weights[:16], f"{loss.tokens:,}"):
         assert shown in out
     assert results.model.weights == open_source(folder).sha256()
-    code, again, _ = run(capsys, "eval", str(folder))
+    code, again, _ = call(capsys, "eval", str(folder))
     assert code == 0
     assert calls == ["losses"]
     assert "known already" in again
@@ -73,7 +73,7 @@ def test_all_tasks_of_two_models_side_by_side(
 ) -> None:
     other = small_run(tmp_path / "other", prepared, seed=1)
     args = ("eval", str(folder), str(other), "--data", str(benchmarks), str(prepared))
-    code, out, _ = run(capsys, *args)
+    code, out, _ = call(capsys, *args)
     assert code == 0
     assert calls == 2 * ["losses", *["score"] * len(PAPER)]
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
@@ -88,7 +88,7 @@ def test_all_tasks_of_two_models_side_by_side(
             assert number((result.value, result.stderr)) in rows[task.label]
             assert f"{task.metric} {'↑' if task.metric == 'acc' else '↓'}" in words(rows[task.label])
             assert f"{result.samples:,} samples" in out
-    assert run(capsys, *args)[0] == 0
+    assert call(capsys, *args)[0] == 0
     assert len(calls) == 2 * (1 + len(PAPER))
 
 
@@ -107,11 +107,11 @@ def test_a_killed_evaluation_goes_on_with_the_task_that_was_under_way(
     monkeypatch.setattr(module, "score", killed)
     names = ("piqa", "arc_easy", "winogrande", "lambada_openai")
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", *names)
-    assert run(capsys, *args)[0] == 130
+    assert call(capsys, *args)[0] == 130
     done = read_results(folder)
     assert done is not None
     assert len(done.tasks) == 2
-    code, out, _ = run(capsys, *args)
+    code, out, _ = call(capsys, *args)
     assert code == 0
     assert count == 5
     assert "known already: piqa arc_easy" in out
@@ -125,11 +125,11 @@ def test_a_limit_is_told_and_not_mistaken_for_the_whole(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, calls: list[str]
 ) -> None:
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa", "mmlu")
-    code, out, _ = run(capsys, *args, "--limit", "2")
+    code, out, _ = call(capsys, *args, "--limit", "2")
     assert code == 0
     assert "over 2 of 7 samples" in out
     assert "over 8 of 12 samples" in out  # two of each subject
-    _, out, _ = run(capsys, *args)
+    _, out, _ = call(capsys, *args)
     assert "over 7 samples" in out
     assert calls == ["score"] * 4
 
@@ -141,7 +141,7 @@ def test_a_precision_that_is_asked_for_is_had(
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "wikitext")
     found = []
     for options in ((), ("--precision", "bf16"), (), ("--precision", "fp32")):
-        assert run(capsys, *args, *options)[0] == 0
+        assert call(capsys, *args, *options)[0] == 0
         results = read_results(folder)
         assert results is not None
         found.append((results.tasks[0].scored.precision, results.tasks[0].value))
@@ -154,10 +154,10 @@ def test_new_weights_are_evaluated_anew(
     capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, benchmarks: Path, calls: list[str]
 ) -> None:
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa")
-    run(capsys, *args)
+    call(capsys, *args)
     before = read_results(folder)
     small_run(folder, prepared, seed=9, step=10)
-    _, out, _ = run(capsys, *args)
+    _, out, _ = call(capsys, *args)
     after = read_results(folder)
     assert before is not None
     assert after is not None
@@ -188,7 +188,7 @@ def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_a
     names = ("piqa", "wikitext", "mmlu")
     asked = ("--data", str(benchmarks), "--tasks", *names)
     requests = tmp_path / "requests"
-    code, out, _ = run(capsys, "eval", str(folder), *asked, "--write-requests", str(requests))
+    code, out, _ = call(capsys, "eval", str(folder), *asked, "--write-requests", str(requests))
     assert code == 0
     assert f"mmlu.safetensors: {4 * SAMPLES['mmlu']} requests from {SAMPLES['mmlu']} samples" in words(out)
     assert not (folder / "eval").exists()
@@ -199,9 +199,9 @@ def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_a
     assert made.returncode == 0, made.stderr
     assert "mmlu: 48 requests scored" in made.stdout
 
-    code, _, _ = run(capsys, "eval", str(folder), *asked)
+    code, _, _ = call(capsys, "eval", str(folder), *asked)
     shutil.rmtree(there / "checkpoints")
-    code, out, err = run(capsys, "eval", str(there), *asked)
+    code, out, err = call(capsys, "eval", str(there), *asked)
     assert code == 0, err
     here, back = read_results(folder), read_results(there)
     assert here is not None
@@ -213,7 +213,7 @@ def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_a
     assert "its weights are not here" in missing
     (there / "config.toml").unlink()  # nothing but eval/ came back
     assert fails(capsys, there, *asked).startswith("error: " + str(there) + ": there is no tokenizer.json in")
-    assert run(capsys, "eval", str(there), *asked, "--tokenizer", str(prepared))[0] == 0
+    assert call(capsys, "eval", str(there), *asked, "--tokenizer", str(prepared))[0] == 0
 
 
 def test_requests_that_are_there_are_not_made_again(
@@ -225,9 +225,9 @@ def test_requests_that_are_there_are_not_made_again(
 ) -> None:
     args = ("eval", "--tokenizer", str(prepared), "--data", str(benchmarks), "--tasks", "piqa", "--write-requests",
             str(tmp_path / "requests"))  # fmt: skip
-    _, first, _ = run(capsys, *args)
+    _, first, _ = call(capsys, *args)
     monkeypatch.setattr(module.Harness, "build", None)
-    assert run(capsys, *args) == (0, first, "")
+    assert call(capsys, *args) == (0, first, "")
 
 
 def test_a_model_of_another_tokenizer_is_refused(
@@ -245,7 +245,7 @@ def test_a_model_of_another_tokenizer_is_refused(
     )
     requests = tmp_path / "requests"
     args = ("--tokenizer", str(other), "--data", str(benchmarks), "--tasks", "piqa", "--write-requests", str(requests))
-    assert run(capsys, "eval", *args)[0] == 0
+    assert call(capsys, "eval", *args)[0] == 0
     assert "made with another tokenizer" in fails(capsys, folder, "--requests", requests)
 
 
@@ -272,7 +272,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: 
 
 
 def test_damaged_results_and_weights_are_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert run(capsys, "eval", str(folder))[0] == 0
+    assert call(capsys, "eval", str(folder))[0] == 0
     path = folder / "eval" / "results.json"
     path.write_text(path.read_text()[:-30])
     assert "results.json: cannot be read" in fails(capsys, folder)
@@ -307,11 +307,11 @@ def test_two_processes_add_to_the_same_results(
 
     def meanwhile(*args: object) -> object:
         monkeypatch.setattr(module, "losses", original)
-        assert run(capsys, "eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa")[0] == 0
+        assert call(capsys, "eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa")[0] == 0
         return original(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "losses", meanwhile)
-    assert run(capsys, "eval", str(folder), "--data", str(prepared))[0] == 0
+    assert call(capsys, "eval", str(folder), "--data", str(prepared))[0] == 0
     results = read_results(folder)
     assert results is not None
     assert (len(results.losses), len(results.tasks)) == (1, 1)
@@ -327,7 +327,7 @@ def test_a_short_context_cuts_requests_and_says_so(
     capsys: pytest.CaptureFixture[str], prepared: Path, benchmarks: Path, tmp_path: Path
 ) -> None:
     tiny = small_run(tmp_path / "tiny", prepared, config=dataclasses.replace(CONFIG, context=8))
-    code, out, _ = run(capsys, "eval", str(tiny), "--data", str(benchmarks), "--tasks", "piqa", "wikitext")
+    code, out, _ = call(capsys, "eval", str(tiny), "--data", str(benchmarks), "--tasks", "piqa", "wikitext")
     assert code == 0
     results = read_results(tiny)
     assert results is not None

@@ -12,8 +12,8 @@ from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, decoded_bytes, losses
 from angpt.evaluation.subjects import of_decoder, open_subject
 from angpt.models.decoder import Decoder
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
-from angpt.training.trainer import start
 from tests.evaluation.material import CONFIG, small_decoder, small_model
 from tests.training.conftest import small
 

@@ -8,8 +8,8 @@ import torch
 
 from angpt.evaluation import evaluate, spread
 from angpt.evaluation.results import read_results
+from tests.command import call
 from tests.evaluation.material import small_run
-from tests.test_cli import run
 
 
 def test_each_process_has_its_part(
@@ -24,7 +24,7 @@ def test_each_process_has_its_part(
         raise AssertionError("the others have done it")
 
     monkeypatch.setattr(evaluate, "losses", not_here)
-    code, out, err = run(capsys, *arguments)
+    code, out, err = call(capsys, *arguments)
     assert code == 0, err
     assert out.count("known already") == 3
     for folder in folders:

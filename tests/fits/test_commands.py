@@ -6,22 +6,12 @@ import time
 import numpy as np
 import pytest
 
-from angpt.cli import main
+from tests.command import angpt
 from tests.fits.synthetic import Law, Valley, isoflop_records, sweep_records, write_csv
 from tests.fits.test_records import make_run
 
 MODELS = [32e6, 62e6, 127e6, 247e6, 506e6]
 SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)
-
-
-def run(capsys, *args):
-    code = 0
-    try:
-        main([str(a) for a in args])
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, " ".join(captured.out.split()), " ".join(captured.err.split())
 
 
 def sweeps(tmp_path, **options):
@@ -32,7 +22,7 @@ def sweeps(tmp_path, **options):
 
 def test_hparams(tmp_path, capsys):
     out = tmp_path / "out"
-    code, text, _ = run(
+    code, text = angpt(
         capsys, "fit", "hparams", sweeps(tmp_path), "--out", out, "--write-rules", tmp_path / "rules.toml"
     )
     assert code == 0
@@ -40,8 +30,8 @@ def test_hparams(tmp_path, capsys):
         assert words in text
     result = json.loads((out / "hparams.json").read_text())
     assert {t["architecture"] for t in result["trends"]} == {"gpt+", "angpt"}
-    angpt = next(t for t in result["trends"] if t["architecture"] == "angpt")
-    low, high = (angpt["lr"]["exponent"][k] for k in ("low", "high"))
+    ours = next(t for t in result["trends"] if t["architecture"] == "angpt")
+    low, high = (ours["lr"]["exponent"][k] for k in ("low", "high"))
     assert low < -0.2 < high
     assert len(result["sizes"]) == 10
     names = {p.name for p in out.iterdir()}
@@ -58,16 +48,16 @@ def test_hparams(tmp_path, capsys):
 def test_hparams_of_one_size(tmp_path, capsys):
     """The sweeps are drawn, and there is no law."""
     source = write_csv(tmp_path / "x.csv", sweep_records(Valley(), MODELS[:1], batches=1))
-    code, text, _ = run(capsys, "fit", "hparams", source, "--out", tmp_path / "out")
+    code, text = angpt(capsys, "fit", "hparams", source, "--out", tmp_path / "out")
     assert code == 0
     assert "all runs have 32M parameters" in text
     assert "1 of 1 batch sizes have a best rate inside of their grid, three are needed: no optimum" in text
     assert {p.name for p in (tmp_path / "out").glob("*.png")} == {"sweeps.png"}
-    code, _, err = run(
+    code, text = angpt(
         capsys, "fit", "hparams", source, "--out", tmp_path / "out", "--write-rules", tmp_path / "r.toml"
     )
     assert code == 2
-    assert "there is no law to write" in err
+    assert "there is no law to write" in text
 
 
 def test_scaling(tmp_path, capsys):
@@ -76,7 +66,7 @@ def test_scaling(tmp_path, capsys):
     diverged = dataclasses.replace(records[0], loss=math.nan)
     out = tmp_path / "out"
     source = write_csv(tmp_path / "x.csv", [*records, diverged, records[5]], shuffle=1)
-    code, text, _ = run(capsys, "fit", "scaling", source, "--out", out, "--bootstrap", 100)
+    code, text = angpt(capsys, "fit", "scaling", source, "--out", out, "--bootstrap", 100)
     assert code == 0
     for words in (
         "C = 6·N·D",
@@ -104,7 +94,7 @@ def test_scaling_of_the_papers_design(tmp_path, capsys):
     for n in [*MODELS, 1073e6]:
         for m in (0.5, 1, 2, 5):
             records += isoflop_records(law, [n], [6 * n * 20 * m * n], 0.002, len(records))
-    code, text, _ = run(
+    code, text = angpt(
         capsys, "fit", "scaling", write_csv(tmp_path / "x.csv", records), "--out", tmp_path, "--bootstrap", 50
     )
     assert code == 0
@@ -120,7 +110,7 @@ def test_folders_and_files_together(tmp_path, capsys):
     """Runs of this package, of which the smallest are in folders."""
     for i, d in enumerate((16, 32, 48)):
         make_run(tmp_path / "runs" / f"a{d}", loss=4.0 - 0.5 * i, d_model=d)
-    code, text, _ = run(
+    code, text = angpt(
         capsys, "fit", "scaling", tmp_path / "runs", "--out", tmp_path / "out", "--curves", "--count", "none"
     )
     assert code == 0
@@ -144,10 +134,10 @@ def test_folders_and_files_together(tmp_path, capsys):
 )  # fmt: skip
 def test_mistakes_exit_with_2(tmp_path, capsys, args, message):
     file = str(sweeps(tmp_path))
-    code, out, err = run(capsys, "fit", *(a.replace("{file}", file) for a in args))
+    code, text = angpt(capsys, "fit", *(a.replace("{file}", file) for a in args))
     assert code == 2
-    assert message in out + err
-    assert "Traceback" not in err
+    assert message in text
+    assert "Traceback" not in text
 
 
 def many_records():
@@ -175,7 +165,7 @@ def scattered_records():
 def test_ten_thousand_runs_in_half_a_minute(tmp_path, capsys, make):
     source = write_csv(tmp_path / "x.csv", make(), shuffle=0)
     start = time.perf_counter()
-    code, _, _ = run(capsys, "fit", "scaling", source, "--out", tmp_path)
+    code, _ = angpt(capsys, "fit", "scaling", source, "--out", tmp_path)
     assert code == 0
     assert time.perf_counter() - start < 30
     sizes = list(np.geomspace(2e7, 2e9, 20))
@@ -186,6 +176,6 @@ def test_ten_thousand_runs_in_half_a_minute(tmp_path, capsys, make):
     ]
     source = write_csv(tmp_path / "h.csv", records[:10_000], shuffle=0)
     start = time.perf_counter()
-    code, _, _ = run(capsys, "fit", "hparams", source, "--out", tmp_path)
+    code, _ = angpt(capsys, "fit", "hparams", source, "--out", tmp_path)
     assert code == 0
     assert time.perf_counter() - start < 30

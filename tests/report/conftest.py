@@ -1,9 +1,7 @@
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from angpt.report import write_report
 from angpt.studies.results import Result
@@ -27,17 +25,8 @@ class Written:
         return self.page.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are so small that threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="package")
-def complete(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """The report of a complete comparison."""
     folder = tmp_path_factory.mktemp("complete")
     results = run_results()

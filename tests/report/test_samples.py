@@ -15,8 +15,8 @@ from angpt.data.tokenizers import load_tokenizer
 from angpt.report import samples, write_report
 from angpt.report.records import RunRecords, Study
 from angpt.studies.results import RunResult
+from angpt.training.launch import start
 from angpt.training.reporter import PlainReporter
-from angpt.training.trainer import start
 from tests.report.synthetic import make_result
 
 SILENT = Console(quiet=True)

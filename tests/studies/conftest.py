@@ -7,6 +7,7 @@ import pytest
 
 from angpt.config import TrainConfig, from_dict
 from angpt.studies.config import CompareConfig
+from angpt.studies.study import Study
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 from tests.training.conftest import VOCAB, write_tokens
@@ -106,6 +107,12 @@ context = 32
 path = "DATA"
 """
 """2 architectures × 2 sizes × 2 batches × 3 learning rates, a second per run."""
+ONE = ('["gpt+", "angpt"]', '["gpt+"]'), ('sizes = ["a", "b"]', 'sizes = ["a"]'), ("[128, 256]", "[128]")
+"""A study of one architecture, size and batch: three rates."""
+
+
+def ignore(*_):
+    """For who shows progress."""
 
 
 def write_study(path, data, *changes, text=STUDY):
@@ -115,6 +122,16 @@ def write_study(path, data, *changes, text=STUDY):
         text = text.replace(old, new)
     path.write_text(text.replace("DATA", str(data)))
     return path
+
+
+@pytest.fixture
+def make(data, tmp_path):
+    """A study, changed as for `write_study`."""
+
+    def make(*changes):
+        return Study.read(write_study(tmp_path / "s.toml", data, *changes), tmp_path / "s")
+
+    return make
 
 
 def study_result(folder):

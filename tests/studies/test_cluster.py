@@ -57,6 +57,17 @@ def undisturbed(data, tmp_path_factory):
     return Study.open(folder / "s").jobs()[0].folder
 
 
+@pytest.fixture
+def under_way(slurm, undisturbed, data, tmp_path):
+    """The same as a job: the process that waits for it, the folder of the run, and the number of the job."""
+    file, out = write_study(tmp_path / "s.toml", data, *SINGLE), tmp_path / "s"
+    folder = out / "runs" / undisturbed.name
+    process = begin(slurm, file, out)
+    until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000, slurm)
+    (job,) = slurm.queue()
+    return process, folder, job
+
+
 def test_a_study_through_slurm_gives_the_same(slurm, whole, data, tmp_path):
     """Its process is interrupted and killed on the way; the jobs go on, and none is queued twice."""
     file, out = write_study(tmp_path / "s.toml", data), tmp_path / "s"
@@ -82,49 +93,37 @@ def test_a_study_through_slurm_gives_the_same(slurm, whole, data, tmp_path):
     assert len(list((out / "slurm").glob("*_submission.sh"))) == 24
 
 
-def test_warned_of_its_end_a_run_saves_goes_back_into_the_queue_and_resumes(slurm, undisturbed, data, tmp_path):
-    file, out = write_study(tmp_path / "s.toml", data, *SINGLE), tmp_path / "s"
-    folder = out / "runs" / undisturbed.name
-    process = begin(slurm, file, out)
-    until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000, slurm)
-    (job,) = slurm.queue()
+def test_warned_of_its_end_a_run_saves_goes_back_into_the_queue_and_resumes(slurm, undisturbed, under_way, tmp_path):
+    process, folder, job = under_way
     slurm.call("scancel", "--signal=USR2", job)
     until(lambda: list(folder.glob("checkpoints/step-*")), slurm)
     saved = sorted(folder.glob("checkpoints/step-*"))[-1].name
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + slurm.logs()
-    log = (out / "slurm" / f"{job}_0_log.out").read_text()
+    log = (tmp_path / "s" / "slurm" / f"{job}_0_log.out").read_text()
     assert f"steps {int(saved.removeprefix('step-')):,} to" in log  # it went on from there, in the same job
-    assert json.loads((out / "slurm" / "jobs.json").read_text()) == {folder.name: job}
+    assert json.loads((tmp_path / "s" / "slurm" / "jobs.json").read_text()) == {folder.name: job}
     assert without_timing(Run(folder)) == without_timing(Run(undisturbed))
 
 
-def test_a_run_that_slurm_puts_back_into_the_queue_resumes(slurm, undisturbed, data, tmp_path):
+def test_a_run_that_slurm_puts_back_into_the_queue_resumes(slurm, undisturbed, under_way, tmp_path):
     """As SLURM does with a pre-empted job: SIGTERM, and the job starts again later."""
-    file, out = write_study(tmp_path / "s.toml", data, *SINGLE), tmp_path / "s"
-    folder = out / "runs" / undisturbed.name
-    process = begin(slurm, file, out)
-    until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000, slurm)
-    (job,) = slurm.queue()
+    process, folder, job = under_way
     slurm.call("scontrol", "requeue", job)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + slurm.logs()
     assert without_timing(Run(folder)) == without_timing(Run(undisturbed))
-    assert len(list((out / "slurm").glob("*_submission.sh"))) == 1
+    assert len(list((tmp_path / "s" / "slurm").glob("*_submission.sh"))) == 1
 
 
-def test_a_cancelled_job_stays_cancelled_until_it_is_tried_again(slurm, undisturbed, data, tmp_path):
-    file, out = write_study(tmp_path / "s.toml", data, *SINGLE), tmp_path / "s"
-    folder = out / "runs" / undisturbed.name
-    process = begin(slurm, file, out)
-    until(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").stat().st_size > 5000, slurm)
-    (job,) = slurm.queue()
+def test_a_cancelled_job_stays_cancelled_until_it_is_tried_again(slurm, undisturbed, under_way, tmp_path):
+    process, folder, job = under_way
     slurm.call("scancel", job)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 2, said
     assert f"job {job} was cancelled" in said
     assert Run(folder).summary().status == "interrupted"
-    process = begin(slurm, file, out, "--retry")
+    process = begin(slurm, tmp_path / "s.toml", tmp_path / "s", "--retry")
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said + slurm.logs()
     assert without_timing(Run(folder)) == without_timing(Run(undisturbed))

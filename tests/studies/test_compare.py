@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +22,10 @@ from angpt.studies.config import CompareConfig
 from angpt.studies.executor import Interrupted, Processes, execute
 from angpt.studies.jobs import Job
 from angpt.studies.results import Result
+from angpt.training.launch import open_data
 from angpt.training.plan import make_plan
 from angpt.training.run import Run
-from angpt.training.trainer import open_data
-from tests.studies.conftest import pretend, tiny, without_timing
-
-ROOT = Path(__file__).parents[2]
-
-
-def ignore(*_):
-    pass
+from tests.studies.conftest import ROOT, ignore, pretend, tiny, without_timing
 
 
 @pytest.fixture(scope="module")

@@ -8,49 +8,19 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
-from scipy import stats
 
-from angpt.cli import main
 from angpt.config import read_toml
 from angpt.errors import UserError
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import InProcess, Processes
-from angpt.studies.jobs import note_failure
-from angpt.studies.outcome import change, deviations, markdown, outcome
-from angpt.studies.progress import gpu_hours, progress, seconds_left
-from angpt.studies.speedup import Deviation, pooled_deviation
+from angpt.studies.outcome import outcome
+from angpt.studies.progress import progress
 from angpt.studies.study import Study
 from angpt.training.run import Run
-from tests.studies.conftest import STUDY, pretend, study_result, write_study
-
-ROOT = Path(__file__).parents[2]
-ONE = ('["gpt+", "angpt"]', '["gpt+"]'), ('sizes = ["a", "b"]', 'sizes = ["a"]'), ("[128, 256]", "[128]")
-"""A study of one architecture, size and batch: three rates."""
-
-
-def ignore(*_):
-    pass
-
-
-@pytest.fixture
-def make(data, tmp_path):
-    def make(*changes, text=STUDY):
-        return Study.read(write_study(tmp_path / "s.toml", data, *changes, text=text), tmp_path / "s")
-
-    return make
-
-
-def run(capsys, *args):
-    code = 0
-    try:
-        main([str(a) for a in args])
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, " ".join((captured.out + captured.err).split())
+from tests.command import angpt
+from tests.studies.conftest import ONE, ROOT, ignore, pretend, study_result, write_study
 
 
 def test_a_study_leaves_its_folder(whole):
@@ -108,14 +78,14 @@ def test_called_again_it_repeats_nothing_and_adds_what_is_new(whole, data, tmp_p
     folder = whole[0]
     before = {p: p.stat().st_mtime_ns for p in folder.glob("runs/*/*") if p.is_file() and p.name != ".lock"}
     file = write_study(tmp_path / "s.toml", data)
-    assert run(capsys, "study", "run", file, "--out", folder, "--workers", "1")[0] == 0
+    assert angpt(capsys, "study", "run", file, "--out", folder, "--workers", "1")[0] == 0
     assert before == {p: p.stat().st_mtime_ns for p in folder.glob("runs/*/*") if p.is_file() and p.name != ".lock"}
     grown = write_study(tmp_path / "s.toml", data, ("lrs = [0.004,", "lrs = [0.001, 0.004,"))
-    assert "8 of 32 runs to do" in run(capsys, "study", "plan", grown, "--out", folder)[1]
+    assert "8 of 32 runs to do" in angpt(capsys, "study", "plan", grown, "--out", folder)[1]
 
 
 def test_a_study_has_a_report_for_each_size(whole, tmp_path, capsys):
-    code, said = run(capsys, "report", whole[0], "--out", tmp_path / "page")
+    code, said = angpt(capsys, "report", whole[0], "--out", tmp_path / "page")
     assert code == 0
     for size in "ab":
         page = (tmp_path / "page" / size / "report.html").read_text()
@@ -157,15 +127,15 @@ def test_a_failed_run_is_reported_and_tried_again_on_demand(make, capsys):
     pretend(spoiled, "interrupted")
     (spoiled.folder / "checkpoints").write_text("not a folder")
     call = ("study", "run", file, "--out", study.folder, "--workers", "2")
-    code, said = run(capsys, *call)
+    code, said = angpt(capsys, *call)
     assert code == 2
     assert f"1 of 3 runs failed (--retry tries again): {spoiled.folder.name}:" in said
     assert "Traceback" not in said
     assert Counter(r.status for r in outcome(study).runs) == {"finished": 2, "failed": 1}
-    assert f"failed: {spoiled.folder.name}:" in run(capsys, "study", "status", study.folder)[1]
+    assert f"failed: {spoiled.folder.name}:" in angpt(capsys, "study", "status", study.folder)[1]
     (spoiled.folder / "checkpoints").unlink()
-    assert run(capsys, *call)[0] == 2  # left alone
-    assert run(capsys, *call, "--retry")[0] == 0
+    assert angpt(capsys, *call)[0] == 2  # left alone
+    assert angpt(capsys, *call, "--retry")[0] == 0
     assert outcome(study).complete
 
 
@@ -196,137 +166,6 @@ def _holds(process, lock):
         return any(link.resolve() == lock.resolve() for link in (process / "fd").iterdir())
     except OSError:
         return False
-
-
-def test_diverged_runs_are_data(make):
-    study = make(("lrs = [", "seeds = [0, 1, 2]\nlrs = ["), *ONE[1:])
-    for job in study.jobs():
-        lr, seed, variant = job.config.optimizer.lr, job.config.seed, job.config.model.architecture
-        lost = (variant == "angpt" and lr > 0.01) or (variant == "gpt+" and lr > 0.06 and seed == 1)
-        pretend(job, "diverged" if lost else "finished", None if lost else 2 + abs(lr - 0.05) + 0.001 * seed)
-    gpt, ours = outcome(study).rows
-    assert (gpt.lr, gpt.lr_side, gpt.diverged, gpt.val_loss.n) == (0.016, 0, 0, 3)  # 0.064 lost a seed
-    assert (ours.lr, ours.lr_side) == (0.004, -1)
-    for job in study.jobs():
-        pretend(job, "diverged", None)
-    gpt, ours = outcome(study).rows
-    assert (gpt.val_loss, gpt.diverged, gpt.seeds, ours.change) == (None, 3, 3, None)
-    assert "| anGPT | diverged (3 of 3 seeds) |" in markdown(outcome(study))
-    assert outcome(study).complete
-
-
-def test_changes_are_relative_to_a_budget_of_the_baseline(make):
-    study = make(
-        ('budgets = ["2048"]', 'budgets = ["1k", "2k", "4k"]'),
-        ('baseline = "gpt+"', 'baseline = "gpt+"\nbaseline_budget = "2000"'),
-        ("lrs = [0.004, 0.016, 0.064]", "lrs = [0.004]"),
-        *ONE[1:],
-    )
-    for job in study.jobs():
-        pretend(job, val_loss={"1000": 3.0, "2000": 2.0, "4000": 1.0}[job.config.tokens])
-    changes = {(r.architecture, r.budget): r.change and r.change.mean for r in outcome(study).rows}
-    assert changes == pytest.approx(
-        {("gpt+", "1k"): 0.5, ("gpt+", "2k"): None, ("gpt+", "4k"): -0.5}
-        | {("angpt", "1k"): 0.5, ("angpt", "2k"): 0.0, ("angpt", "4k"): -0.5}
-    )
-
-
-def test_the_interval_of_a_change():
-    """Against its definition: exp of the difference of mean logs, ± t · s · sqrt(1/n + 1/m)."""
-    spread = Deviation(0.01, 3)
-    found = change([2.0, 2.1], [1.9, 2.0, 2.2], spread, spread)
-    log = (math.log(2.0) + math.log(2.1)) / 2 - (math.log(1.9) + math.log(2.0) + math.log(2.2)) / 3
-    half = 3.18244630528 * 0.01 * math.sqrt(1 / 2 + 1 / 3)
-    assert found.mean == pytest.approx(math.exp(log) - 1)
-    assert (found.low, found.high) == pytest.approx((math.exp(log - half) - 1, math.exp(log + half) - 1))
-    assert change([2.0], [1.0], Deviation(0.0, 0), Deviation(0.0, 0)).low is None
-
-
-def test_changes_between_groups_of_different_spread_are_welchs():
-    one, two = np.exp([0.1, 0.3, 0.35]), np.exp([0.0, 0.01, 0.02, 0.015])
-    found = change(one, two, pooled_deviation([one]), pooled_deviation([two]))
-    low, high = stats.ttest_ind(np.log(one), np.log(two), equal_var=False).confidence_interval(0.95)
-    assert (found.low, found.high) == pytest.approx((math.expm1(low), math.expm1(high)))
-
-
-def test_a_wild_variant_does_not_widen_the_others():
-    rng = np.random.default_rng(0)
-    covered, widths, told = 0, [], 0
-    for _ in range(300):
-        calm = [np.exp(rng.normal(0.001 * i, 0.003, 3)) for i in range(8)]
-        wild = [np.exp(rng.normal(1.0, 0.2, 3)) for _ in range(2)]
-        found = deviations([*calm, *wild])
-        told += found[8] != found[0] != found[9]
-        interval = change(calm[5], calm[0], found[5], found[0])
-        covered += interval.low <= math.expm1(0.005) <= interval.high
-        widths.append(interval.high - interval.low)
-    assert 0.92 * 300 <= covered <= 0.98 * 300
-    assert np.median(widths) == pytest.approx(2 * 2.12 * 0.003 * math.sqrt(2 / 3), rel=0.1)
-    assert told > 0.9 * 300
-
-
-def test_where_nothing_is_wild_all_is_pooled():
-    rng = np.random.default_rng(1)
-    alone = 0
-    for _ in range(200):
-        groups = [np.exp(rng.normal(0, 0.01, 3)) for _ in range(10)]
-        found = deviations(groups)
-        alone += found != [pooled_deviation(groups)] * 10
-    assert alone <= 2
-    assert deviations([]) == []
-    assert deviations([[2.0], []]) == [Deviation(0.0, 0)] * 2
-    assert deviations([[2.0, 2.0], [3.0, 3.1]]) == [pooled_deviation([[2.0, 2.0], [3.0, 3.1]])] * 2
-
-
-def test_the_plan_counts_flops(make, capsys):
-    study = make()
-    code, said = run(
-        capsys, "study", "plan", study.folder.with_suffix(".toml"), "--out", study.folder, "--tflops", "2e-9"
-    )
-    flops = sum(job.plan.flops_per_token * 2048 for job in study.jobs())
-    assert code == 0
-    assert f"24 of 24 runs to do: {flops:.3g} FLOPs, {flops / 2000 / 3600:,.0f} GPU hours at 2e-09 TFLOP/s" in said
-    assert not study.folder.exists()
-    assert gpu_hours(3.6e15 * 125, 125) == 1
-
-
-def test_the_time_left_is_that_of_the_rates_measured(make):
-    study = make(*ONE[1:])
-    jobs = study.jobs()
-    for job in jobs:
-        if job.config.optimizer.lr != 0.064:
-            pretend(job, seconds=10.0 if job.config.model.architecture == "gpt+" else 20.0)
-    assert seconds_left(progress(study)) == pytest.approx(30)
-    for job in jobs:
-        if job.config.model.architecture == "gpt+":
-            pretend(job, seconds=10.0)
-    assert seconds_left(progress(study)) == pytest.approx(20)
-    assert seconds_left(progress(make(("2048", "4096")))) is None
-
-
-def test_status_tells_what_runs(make, capsys):
-    study = make(*ONE)
-    study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
-    first, second, third = study.jobs()
-    pretend(first)
-    pretend(second, "interrupted")
-    note_failure(third, "lightning\nstruck")
-    with Run(second.folder).lock():
-        said = run(capsys, "study", "status", study.folder)[1]
-    assert f"{first.folder.name} finished 100%" in said
-    assert f"{second.folder.name} running" in said
-    assert f"failed: {third.folder.name}: lightning" in said
-    assert f"{second.folder.name} stopped" in run(capsys, "study", "status", study.folder)[1]
-
-
-def test_many_runs_are_told_in_groups(make, capsys):
-    study = make(("lrs = [", "seeds = [0, 1, 2]\nlrs = ["))
-    study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
-    for job in study.jobs()[:7]:
-        pretend(job)
-    said = run(capsys, "study", "status", study.folder)[1]
-    assert "GPT+ 6.1k 18 11 waiting, 7 finished 39%" in said
-    assert "72 runs: 65 waiting, 7 finished" in said
 
 
 def test_one_process_at_a_time_executes_a_study(make):
@@ -368,12 +207,11 @@ def test_a_run_of_another_device_is_the_same_run(make):
         (('"angpt"]', '"angtp"]'), "unknown architecture 'angtp'"),
         (("d_model = 32", "d_model = 33"), "does not divide"),
         (("[train]", "[train]\nmicro_batch = 3"), "micro_batch = 3 does not divide"),
-        (('device = "cpu"', 'device = "tpu"'), "device"),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(make, capsys, change, message):
     study = make(change)
-    code, said = run(capsys, "study", "run", study.folder.with_suffix(".toml"), "--out", study.folder)
+    code, said = angpt(capsys, "study", "run", study.folder.with_suffix(".toml"), "--out", study.folder)
     assert code == 2
     assert message in said
     assert not study.folder.exists()
@@ -393,14 +231,14 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
         (("run", file, "--slurm", "--workers", "2"), "--workers is for runs on this machine"),
         (("run", file, "--workers", "-1", "--out", tmp_path / "w"), "at least one is needed"),
     ):
-        code, said = run(capsys, "study", *args)
+        code, said = angpt(capsys, "study", *args)
         assert (code, message in said) == (2, True), said
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
-    code, said = run(capsys, "study", "run", file, "--out", tmp_path / "full")
+    code, said = angpt(capsys, "study", "run", file, "--out", tmp_path / "full")
     assert (code, "is there and is not an empty folder" in said) == (2, True)
     (tmp_path / "full" / "study.toml").write_text('architectures = ["gpt+"]\n')
-    code, said = run(capsys, "study", "run", file, "--out", tmp_path / "full")
+    code, said = angpt(capsys, "study", "run", file, "--out", tmp_path / "full")
     assert (code, "holds a comparison" in said) == (2, True)
 
 
@@ -409,31 +247,20 @@ def test_a_study_goes_on_by_its_folder(make, capsys):
     study.begin(study.folder.with_suffix(".toml"), "angpt study run s.toml", on_this_machine=True)
     for job in study.jobs():
         pretend(job)
-    assert run(capsys, "study", "run", study.folder)[0] == 0
-    assert "0 of 3 runs to do" in run(capsys, "study", "plan", study.folder)[1]
+    assert angpt(capsys, "study", "run", study.folder)[0] == 0
+    assert "0 of 3 runs to do" in angpt(capsys, "study", "plan", study.folder)[1]
     assert study.commands()[-1] == "angpt study run s.toml"
     (study.folder / "study.toml").write_text("[[grid")
-    assert "study.toml: cannot be read as TOML" in run(capsys, "study", "status", study.folder)[1]
+    assert "study.toml: cannot be read as TOML" in angpt(capsys, "study", "status", study.folder)[1]
 
 
 def test_a_broken_study_file_says_where(make, capsys):
     study = make()
     file = study.folder.with_suffix(".toml")
     file.write_text(file.read_text()[:100])
-    code, said = run(capsys, "study", "plan", file)
+    code, said = angpt(capsys, "study", "plan", file)
     assert code == 2
     assert re.search(r"s\.toml: cannot be read as TOML|unknown", said)
-
-
-def test_damaged_summaries_are_named(make, capsys):
-    study = make(*ONE)
-    study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
-    job = study.jobs()[0]
-    pretend(job)
-    (job.folder / "summary.json").write_text('{"status": "fini')
-    code, said = run(capsys, "study", "status", study.folder)
-    assert code == 2
-    assert f"{job.folder}/summary.json: cannot be read" in said
 
 
 def test_ctrl_c_saves_every_run(data, tmp_path):

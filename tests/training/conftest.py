@@ -1,7 +1,11 @@
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from angpt.config import TrainConfig, from_dict
+from angpt.training.reporter import Quiet
 
 VOCAB = 61
 
@@ -50,6 +54,17 @@ def write_tokens(folder):
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     return write_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+class Stops(Quiet):
+    """Sends SIGTERM once a step is done."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def train(self, step, loss, tokens_per_s):
+        if step >= self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 TIMING = {"tokens_per_s", "mfu", "seconds"}

@@ -31,7 +31,7 @@ def _child(rank, function, size, port, args, pipe):
 def spread(function, size, *args):
     """What a function, which finds its rank in the environment, returns on each of `size` ranks."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["angpt.training.trainer", "torch.distributed.fsdp", "tests.training.ranks"])
+    context.set_forkserver_preload(["angpt.training.launch", "torch.distributed.fsdp", "tests.training.ranks"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(size):

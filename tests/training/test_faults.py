@@ -12,9 +12,9 @@ import pytest
 
 from angpt.config import to_toml
 from angpt.training import checkpoint
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import start
 from tests.training.conftest import small, without_timing
 from tests.training.ranks import free_port
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import start
 from tests.training.conftest import small, write_tokens
 
 GOLDEN = Path(__file__).parent / "golden.json"

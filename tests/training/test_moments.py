@@ -1,7 +1,5 @@
 import dataclasses
 import io
-import os
-import signal
 import statistics
 
 import pytest
@@ -12,12 +10,12 @@ from angpt.bench.moments import bench_moments, table
 from angpt.config import preset
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.launch import resume, start
 from angpt.training.moments import MomentRecorder, default_interval, matrix_group
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import resume, start
-from tests.training.conftest import parameters, small, without_timing
+from tests.training.conftest import Stops, parameters, small, without_timing
 
 
 def recorded(run):
@@ -78,16 +76,10 @@ def test_the_record_is_that_of_the_optimizer(data, tmp_path):
 
 
 def test_a_resumed_run_leaves_the_same_records(data, tmp_path):
-    class Stop(Quiet):
-        """Interrupts after the sixth step, between two records."""
-
-        def train(self, step, loss, tokens_per_s):
-            if step == 6:
-                os.kill(os.getpid(), signal.SIGINT)
-
     config = small(data, record_moments=True)
     start(config, tmp_path / "whole", Quiet())
-    assert start(config, tmp_path / "halves", Stop()).status == "interrupted"
+    # after the sixth step, between two records
+    assert start(config, tmp_path / "halves", Stops(6)).status == "interrupted"
     assert resume(tmp_path / "halves", Quiet()).status == "finished"
     assert without_timing(Run.open(tmp_path / "halves")) == without_timing(Run.open(tmp_path / "whole"))
 

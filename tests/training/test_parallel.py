@@ -153,7 +153,7 @@ def test_one_process_pays_nothing():
     code = """
 import sys, torch
 before = {name for name in sys.modules if name.startswith("torch.distributed")}
-import angpt.training.trainer, angpt.cli
+import angpt.training.launch, angpt.cli
 from tests.training.test_optimizer import batches, tiny
 from angpt.config import OptimizerConfig
 from angpt.training.engine import Engine

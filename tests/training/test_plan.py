@@ -83,7 +83,7 @@ def test_micro_batches_divide_the_batch():
     [
         ({"micro_batch": 3}, "micro_batch = 3 does not divide the 8 sequences"),
         ({"batch_tokens": 100}, "batch_tokens = 100 is no multiple of model.context = 32"),
-        ({"device": "gpu"}, "device = 'gpu'"),
+        ({"device": "gpu"}, "device must be 'auto' or 'cpu' or 'cuda', not 'gpu'"),
         ({"seed": -1}, "seed must not be negative"),
         ({"optimizer__lr": -1.0}, "optimizer.lr must be positive, not -1.0"),
         ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1), not 1.5"),

@@ -11,9 +11,9 @@ import torch
 from angpt.errors import UserError
 from angpt.inference.source import open_source
 from angpt.training import checkpoint
+from angpt.training.launch import resume, start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import resume, start
 from tests.training.conftest import small, without_timing
 from tests.training.ranks import spread
 

@@ -1,8 +1,6 @@
 import json
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.cli import main
 from angpt.config import to_toml
 from angpt.errors import UserError
 from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training import checkpoint
+from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from angpt.training.trainer import interrupts, resume, start
-from tests.training.conftest import parameters, small, without_timing
+from angpt.training.trainer import interrupts
+from tests.command import angpt
+from tests.training.conftest import Stops, parameters, small, without_timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -108,17 +107,6 @@ def test_document_masks_reach_the_model(tmp_path):
         config = small(tmp_path / "tokens", data__mask_documents=mask, model__vocab_size=257)
         losses.append(start(config, tmp_path / f"run-{mask}", Quiet()).val_loss)
     assert losses[0] != losses[1]
-
-
-class Stops(Quiet):
-    """Sends a signal once a step is done."""
-
-    def __init__(self, step, number=signal.SIGTERM):
-        self.step, self.number = step, number
-
-    def train(self, step, loss, tokens_per_s):
-        if step >= self.step:
-            os.kill(os.getpid(), self.number)
 
 
 @pytest.mark.parametrize(
@@ -215,16 +203,6 @@ def test_the_second_interrupt_stops_at_once():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def run_cli(capsys, *args):
-    code = 0
-    try:
-        main([str(a) for a in args])
-    except SystemExit as stop:
-        code = stop.code
-    captured = capsys.readouterr()
-    return code, " ".join((captured.out + captured.err).split())
-
-
 def test_ctrl_c_has_an_exit_code_of_its_own_and_the_run_goes_on(data, tmp_path, capsys):
     config = small(data, tokens="512000", checkpoint_every=10_000)
     call = train_command(config, tmp_path / "run", tmp_path)
@@ -236,113 +214,9 @@ def test_ctrl_c_has_an_exit_code_of_its_own_and_the_run_goes_on(data, tmp_path, 
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 3
     assert f"go on with: angpt train --resume {tmp_path / 'run'}" in out
-    code, text = run_cli(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M")
+    code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M")
     assert code == 2
     assert "tokens is changed (another budget has another schedule" in text
-
-
-def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
-    start(small(data), tmp_path / "run", Quiet())
-    before = parameters(Run.open(tmp_path / "run"))
-    code, text = run_cli(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M", "--seed", "3")
-    assert code == 2
-    assert "a run is resumed as it was begun, but tokens, seed is changed" in text
-    assert run_cli(capsys, "train", "--resume", tmp_path / "run")[0] == 0
-    assert parameters(Run.open(tmp_path / "run")) == before
-
-
-def test_a_config_file_repeats_a_run(data, tmp_path, capsys):
-    start(small(data), tmp_path / "one", Quiet())
-    assert run_cli(capsys, "train", "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")[0] == 0
-    assert parameters(Run.open(tmp_path / "one")) == parameters(Run.open(tmp_path / "two"))
-    assert (tmp_path / "one" / "config.toml").read_text() == (tmp_path / "two" / "config.toml").read_text()
-
-
-def test_overrides_and_presets(data, tmp_path, capsys):
-    args = (
-        "train",
-        "--preset",
-        "laptop",
-        "--data.path",
-        data,
-        "--tokens",
-        "1k",
-        "--model.context",
-        "32",
-        "--arch",
-        "ngpt",
-    )
-    args += ("--batch-tokens", "128", "--model.n-layers", "1", "--eval-tokens", "64", "--out", tmp_path / "run")
-    assert run_cli(capsys, *args)[0] == 0
-    config = Run.open(tmp_path / "run").config()
-    assert (config.model.architecture, config.model.d_model, config.model.n_layers) == ("ngpt", 96, 1)
-
-
-def mistakes(data, tmp_path):
-    """What is wrong, and what is said about it. Each with a folder that must not be touched."""
-    start(small(data, "ngpt"), tmp_path / "ngpt", Quiet())
-    start(small(data), tmp_path / "run", Stops(5))
-    swapped = tmp_path / "swapped"
-    shutil.copytree(tmp_path / "run", swapped)
-    shutil.rmtree(swapped / "checkpoints")
-    shutil.copytree(tmp_path / "ngpt" / "checkpoints", swapped / "checkpoints")
-    moved = tmp_path / "moved"
-    shutil.copytree(tmp_path / "run", moved)
-    other = tmp_path / "other"
-    shutil.copytree(data, other)
-    np.arange(3000, dtype="<u2").__mod__(60).astype("<u2").tofile(other / "train.bin")
-    (moved / "config.toml").write_text((moved / "config.toml").read_text().replace(str(data), str(other)))
-    tiny_vocab = tmp_path / "v.toml"
-    tiny_vocab.write_text(to_toml(small(data, model__vocab_size=50)))
-    fine = tmp_path / "fine.toml"
-    fine.write_text(to_toml(small(data)))
-    short = tmp_path / "short"
-    short.mkdir()
-    for name in ("train.bin", "val.bin"):
-        (short / name).write_bytes((data / name).read_bytes()[:61])
-    broken = tmp_path / "broken.toml"
-    broken.write_text(to_toml(small(short)))
-    gone = tmp_path / "gone.toml"
-    gone.write_text(to_toml(small(tmp_path / "nowhere")))
-    new = tmp_path / "new"
-    return {
-        "exists; go on with": ("--config", fine, "--out", tmp_path / "run"),
-        "belongs to another architecture (ngpt; the run has angpt)": ("--resume", swapped),
-        "belongs to another data": ("--resume", moved),
-        "has token 60, but model.vocab_size is 50; set it to 61 or more": ("--config", tiny_vocab, "--out", new),
-        "no such file or folder; `angpt data prepare` makes one": ("--config", gone, "--out", new),
-        "are no sequence of uint16 tokens": ("--config", broken, "--out", new),
-        "no run folder": ("--resume", tmp_path / "nothing"),
-        "cannot be read as TOML": ("--config", tmp_path / "nothing.toml"),
-        "unknown preset 'lapotp': did you mean laptop": ("--preset", "lapotp"),
-        "give one of them": ("--preset", "laptop", "--config", fine),
-    }
-
-
-def test_mistakes_exit_with_2_and_touch_nothing(data, tmp_path, capsys):
-    cases = mistakes(data, tmp_path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
-    for message, args in cases.items():
-        code, text = run_cli(capsys, "train", *args)
-        assert code == 2, (message, text)
-        assert re.sub(r"\s+", " ", message) in text, (message, text)
-        assert "Traceback" not in text
-    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
-    assert before == after
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_no_gpu_is_said_and_nothing_written(data, tmp_path):
-    with pytest.raises(UserError, match="no GPU"):
-        start(small(data, device="cuda"), tmp_path / "run", Quiet())
-    assert not (tmp_path / "run").exists()
-
-
-def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
-    start(small(data), tmp_path / "run", Stops(5))
-    run = Run.open(tmp_path / "run")
-    with run.lock(), pytest.raises(UserError, match="another process is training here"):
-        resume(run.path, Quiet())
 
 
 def test_tensorboard_gets_the_same_numbers(data, tmp_path):
@@ -379,30 +253,3 @@ def test_lost_metrics_are_noticed(data, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="shorter than the last checkpoint"):
         resume(tmp_path / "run", Quiet())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"model__context": 4096, "batch_tokens": 4096, "micro_batch": 1}, "too few for one window"),
-        ({"data__mask_documents": True}, "raw tokens do not say where documents end"),
-        ({"wandb": True}, "wandb is not installed"),
-    ],
-)
-def test_what_would_stop_a_run_is_found_before_its_folder_is_made(data, tmp_path, overrides, message):
-    with pytest.raises(UserError, match=message):
-        start(small(data, **overrides), tmp_path / "run", Quiet())
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_file_of_a_run_does_not_carry_its_rates_to_another_architecture(data, tmp_path, capsys):
-    start(small(data, "angpt"), tmp_path / "one", Quiet())
-    config = tmp_path / "one" / "config.toml"
-    assert run_cli(capsys, "train", "--config", config, "--arch", "gpt+", "--out", tmp_path / "two")[0] == 0
-    assert (
-        Run.open(tmp_path / "two").config().optimizer
-        == make_plan(small(data, "gpt+", optimizer__lr=None)).config.optimizer
-    )
-    code, text = run_cli(capsys, "train", "--resume", tmp_path / "one", "--out", tmp_path / "three")
-    assert code == 2
-    assert "leave out --out" in text
