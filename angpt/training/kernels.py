@@ -181,14 +181,16 @@ def adam_(
     parts: Sequence[Part], gradients: Sequence[Tensor], clip: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """`optimizer.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
+    """`optimizer.adam_` of matrices, in one launch for all whose rows have the same width, constraint and so on."""
     groups: dict[tuple[Any, ...], list[tuple[Part, Tensor]]] = {}
-    for part, g in zip(parts, gradients, strict=True):
+    for number, (part, g) in enumerate(zip(parts, gradients, strict=True)):
         constraint = None if part.across else part.constraint
-        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype)
+        # Strips of columns are scaled out of the cache, which has no room for those of many matrices at once.
+        alone = number if constraint is not None and constraint.dim == 0 else None
+        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype, alone)
         groups.setdefault(key, []).append((part, g))
     scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
-    for (width, constraint, decay, copied, dtype), chosen in groups.items():
+    for (width, constraint, decay, copied, dtype, _), chosen in groups.items():
         _launch(chosen, clip, (lr * decay, *scalars), width, constraint, copied, KINDS[dtype])
 
 

@@ -15,13 +15,13 @@ from angpt.training.parallel import whole
 
 RECORDS = 200
 """Records that a long run leaves."""
-CLOSEST = 5
+CLOSEST = 10
 """Fewest steps between two of them: a record reads every first moment once, which is little beside a step but not
 nothing where steps are short."""
 
 
 def default_interval(steps: int) -> int:
-    """Steps between records: a 200th of the run, but at least 5."""
+    """Steps between records: a 200th of the run, but at least 10."""
     return max(CLOSEST, math.ceil(steps / RECORDS))
 
 

@@ -49,7 +49,7 @@ def test_a_record_is_the_variance_over_the_entries_of_each_matrix(data):
 def test_the_first_step_and_every_interval_are_recorded():
     recorder = MomentRecorder(torch.optim.SGD([torch.zeros(1)]), {}, every=5)
     assert [step for step in range(1, 17) if recorder.due(step)] == [1, 5, 10, 15]
-    assert [default_interval(steps) for steps in (1, 300, 1000, 1001, 40_000)] == [5, 5, 5, 6, 200]
+    assert [default_interval(steps) for steps in (1, 300, 2000, 2001, 40_000)] == [10, 10, 10, 11, 200]
 
 
 def test_names_of_matrices():
