@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,18 @@ from angpt.training.optimizer import total_norm
 
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
+GROUPS = {
+    "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
+    "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",
+    "SwiGLU": r"^_swiglu",
+    "norm of rotated q and k": r"^_norm_rotated",
+    "residual update": r"^_update",
+    "scaled rows": r"^_scale_rows",
+    "cross-entropy": r"^_(cross_entropy|multiply)",
+    "optimizer": r"^_(rows|columns|squares)|multi_tensor",
+    "compiled": r"^triton_",
+}
+"""Kernels by what they are for, the first that fits; the rest is other."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,8 @@ class Result:
     """Each timed apart, with the device idle in between; `constraint` is the part of `optimizer` that it adds."""
     kernels: list[tuple[str, int, float]]
     """Name, calls per step and milliseconds per step of what takes most, where a profile was asked for."""
+    groups_ms: dict[str, float]
+    """Milliseconds per step of all kernels, by `GROUPS`."""
 
 
 class Subject:
@@ -142,10 +157,8 @@ class Subject:
         found["constraint"] = found["optimizer"] - found["constraint"]
         return found
 
-    def profile(self, count: int, steps: int = 3) -> list[tuple[str, int, float]]:
-        """The `count` kernels (on the CPU: operations) that take most of a step: name, calls, milliseconds."""
-        if count == 0:
-            return []
+    def profile(self, steps: int = 3) -> list[tuple[str, int, float]]:
+        """The kernels (on the CPU: operations) of a step, the longest first: name, calls, milliseconds."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"
@@ -157,8 +170,15 @@ class Subject:
             (e.key, e.count // steps, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / steps)
             for e in found.key_averages()
         ]
-        rows.sort(key=lambda row: -row[2])
-        return [*rows[:count], ("all", sum(n for _, n, _ in rows), sum(ms for _, _, ms in rows))]
+        return sorted(rows, key=lambda row: -row[2])
+
+
+def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
+    """Milliseconds of each of GROUPS, of other, and of all."""
+    found = dict.fromkeys((*GROUPS, "other"), 0.0) if kernels else {}
+    for name, _, ms in kernels:
+        found[next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), "other")] += ms
+    return found | ({"all": sum(found.values())} if found else {})
 
 
 def bench_train(
@@ -197,6 +217,7 @@ def bench_train(
     for name, subject in subjects.items():
         step = median(seconds[name])
         known = [g for g in gauges[name] if g is not None]
+        kernels = subject.profile() if profile else []
         flops = subject.engine.model.flops_per_token(context) * tokens
         results.append(
             Result(
@@ -213,7 +234,8 @@ def bench_train(
                 memory_gib=subject.peak_gib(),
                 first_step_s=subject.first_step_s,
                 parts_ms=subject.parts(min(5, rounds)),
-                kernels=subject.profile(profile),
+                kernels=kernels[:profile],
+                groups_ms=grouped(kernels),
             )
         )
     return results
@@ -243,7 +265,18 @@ def tables(results: Sequence[Result]) -> list[Table]:
             f"{r.first_step_s:.1f}",
         )
         parts.add_row(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS))
-    return [steps, parts, *(profile_table(r) for r in results if r.kernels)]
+    profiles = [groups_table(results), *(profile_table(r) for r in results)] if results[0].kernels else []
+    return [steps, parts, *profiles]
+
+
+def groups_table(results: Sequence[Result]) -> Table:
+    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="What a step is made of, ms", title_justify="left")
+    for heading in ("", *(r.architecture for r in results)):
+        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for group in results[0].groups_ms:
+        if any(r.groups_ms[group] > 0 for r in results):
+            out.add_row(group, *(f"{r.groups_ms[group]:.2f}" for r in results))
+    return out
 
 
 def profile_table(result: Result) -> Table:

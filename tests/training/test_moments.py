@@ -60,7 +60,7 @@ def test_names_of_matrices():
 def test_a_run_records_by_option_only_and_trains_the_same(data, tmp_path):
     for name, on in (("on", True), ("off", False)):
         start(small(data, record_moments=on), tmp_path / name, Quiet())
-    assert list(recorded(tmp_path / "on")) == [1, 5, 10]
+    assert list(recorded(tmp_path / "on")) == [1, 10]
     assert all(len(r["W_uz"]) == 2 and r["W_e"] > 0 for r in recorded(tmp_path / "on").values())
     assert not recorded(tmp_path / "off")
     assert parameters(Run.open(tmp_path / "on")) == parameters(Run.open(tmp_path / "off"))
@@ -86,14 +86,14 @@ def test_a_resumed_run_leaves_the_same_records(data, tmp_path):
 
 def test_recording_costs_under_one_percent_of_a_step():
     """Of the laptop model, whose steps are the shortest; the best of three, since neighbours can only make it worse.
-    It is 0.03 % here. `angpt bench moments` measures larger ones."""
+    It is 0.02 % here. `angpt bench moments` measures larger ones."""
     plan = make_plan(dataclasses.replace(preset("laptop"), device="cpu"))
     parts = []
     for _ in range(3):
         [found] = bench_moments([plan.config.model], plan.sequences, plan.device, plan.dtype, False, rounds=5)
         parts.append(found.overhead.value)
     assert min(parts) < 0.01
-    assert found.overhead.value == pytest.approx(found.record_ms.value / (5 * found.step_ms.value), rel=1e-6)
+    assert found.overhead.value == pytest.approx(found.record_ms.value / (10 * found.step_ms.value), rel=1e-6)
     assert f"{found.step_ms.value:.2f}" in printed(table([found]))
 
 
