@@ -8,7 +8,7 @@ import torch
 
 from angpt.bench import optimizer
 from angpt.bench.measure import Interval, in_turns, median, ratio
-from angpt.bench.train import PARTS, Case
+from angpt.bench.train import PARTS, Case, grouped
 from angpt.cli import main
 from angpt.config import ModelConfig
 from angpt.errors import UserError
@@ -72,8 +72,24 @@ def test_training_on_the_cpu(tmp_path, capsys):
     assert an["architecture"] == "angpt"
     assert set(an["parts_ms"]) == set(PARTS)
     assert an["tokens_per_s"] == pytest.approx(16e3 / an["step_ms"]["value"])
-    assert an["kernels"][-1][0] == "all"
-    assert len(an["kernels"]) == 4
+    assert len(an["kernels"]) == 3
+    assert an["groups_ms"]["all"] >= an["groups_ms"]["matrix products"] > 0
+    assert an["watts"] is None
+
+
+def test_kernels_are_grouped_by_what_they_are_for():
+    kernels = [
+        ("nvjet_sm90_x", 2, 3.0),
+        ("cudnn_y", 1, 2.0),
+        ("_rows", 1, 1.0),
+        ("triton_poi_fused", 4, 0.5),
+        ("z", 1, 0.25),
+    ]
+    found = grouped(kernels)
+    assert {name: ms for name, ms in found.items() if ms} == {
+        "matrix products": 3.0, "attention": 2.0, "optimizer": 1.0, "compiled": 0.5, "other": 0.25, "all": 6.75
+    }  # fmt: skip
+    assert grouped([]) == {}
 
 
 @pytest.mark.parametrize(
