@@ -17,6 +17,10 @@ from angpt.errors import UserError, nearest
 T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
+Step = Literal["auto", "plain", "kernels", "compiled"]
+"""How a decode step is computed. plain: one PyTorch operation after the other. kernels: five hand-written kernels per
+layer, for few rows in bf16 on a GPU. compiled: by torch.compile, which takes a minute or so before the first token.
+auto: kernels where they apply, plain otherwise."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,10 @@ from typing import Annotated, Literal
 import tyro
 from rich.console import Console
 
+from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
-Device = Literal["auto", "cuda", "cpu"]
-Precision = Literal["auto", "bf16", "fp32"]
-Step = Literal["auto", "plain", "kernels", "compiled"]
 
 
 def train(
@@ -242,11 +240,9 @@ def decode(
 
 
 def _device(name: Device):  # type: ignore[no-untyped-def]
-    import torch
+    from angpt.training.hardware import choose_device, present
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but torch sees no GPU here; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    return present(choose_device(name))
 
 
 def _dtype(precision: Precision, device: Device):  # type: ignore[no-untyped-def]

@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 
 from angpt.bench.measure import Interval, in_turns, median, ratio
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, Step
 from angpt.errors import UserError
-from angpt.inference.engine import Engine, Step
+from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.folded import Folded
 from angpt.inference.sampling import GREEDY

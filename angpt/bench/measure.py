@@ -24,10 +24,8 @@ def in_turns(
     device: torch.device,
     rounds: int,
     calls: int = 1,
-    watch: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each function in each round, the device idle before and after the calls of a round. `watch`
-    may look at the device while it is at work."""
+    """Seconds per call of each function in each round, the device idle before and after the calls of a round."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
@@ -35,7 +33,6 @@ def in_turns(
             start = time.perf_counter()
             for _ in range(calls):
                 function()
-            watch(name)
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / calls)
     return seconds

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import gc
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
 from angpt.training.engine import Engine, attention_backends
-from angpt.training.hardware import gauge, peak_flops, peak_memory_gib, synchronize
+from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 from angpt.training.optimizer import total_norm
 
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
 GROUPS = {
+    "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention is made of CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
-    "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",
     "SwiGLU": r"^_swiglu",
     "norm of rotated q and k": r"^_norm_rotated",
     "residual update": r"^_update",
@@ -70,10 +69,6 @@ class Result:
     tokens_per_s: float
     mfu: float
     """Of the measured rate of a large matrix product."""
-    watts: float | None
-    """Drawn by the GPU during its turns, on the mean; where it is the GPU's limit, time is a matter of energy."""
-    mhz: float | None
-    """The clock of the GPU at the same moments."""
     memory_gib: float
     """Peak of this model and its step; on the CPU that of the whole process."""
     first_step_s: float
@@ -203,20 +198,12 @@ def bench_train(
     progress("warming up")
     in_turns({name: s.step for name, s in subjects.items()}, device, rounds=2)
     progress(f"{rounds} rounds of {steps} steps each")
-    gauges: dict[str, list[tuple[float, float] | None]] = {name: [] for name in subjects}
-    seconds = in_turns(
-        {name: s.step for name, s in subjects.items()},
-        device,
-        rounds,
-        steps,
-        watch=lambda name: gauges[name].append(gauge(device)),
-    )
+    seconds = in_turns({name: s.step for name, s in subjects.items()}, device, rounds, steps)
     progress("parts of a step")
     peak, tokens = peak_flops(device, dtype), case.rows * context
     results = []
     for name, subject in subjects.items():
         step = median(seconds[name])
-        known = [g for g in gauges[name] if g is not None]
         kernels = subject.profile() if profile else []
         flops = subject.engine.model.flops_per_token(context) * tokens
         results.append(
@@ -229,8 +216,6 @@ def bench_train(
                 ratio=ratio(seconds[name], seconds[architectures[0]]),
                 tokens_per_s=tokens / step.value,
                 mfu=flops / step.value / peak,
-                watts=statistics.fmean(w for w, _ in known) if known else None,
-                mhz=statistics.fmean(f for _, f in known) if known else None,
                 memory_gib=subject.peak_gib(),
                 first_step_s=subject.first_step_s,
                 parts_ms=subject.parts(min(5, rounds)),
@@ -245,8 +230,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     base = results[0].architecture
     steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     steps.title = f"{results[0].size}, {results[0].rows} × {results[0].context:,} tokens per step"
-    gauged = ("W", "MHz") if results[0].watts is not None else ()
-    for heading in ("", "ms/step", "quartiles", f"÷ {base}", "95 %", "tokens/s", "MFU %", *gauged, "GiB", "first s"):
+    for heading in ("", "ms/step", "quartiles", f"÷ {base}", "95 %", "tokens/s", "MFU %", "GiB", "first s"):
         steps.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     parts = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Parts of a step, ms", title_justify="left")
     for heading in ("", *PARTS):
@@ -260,7 +244,6 @@ def tables(results: Sequence[Result]) -> list[Table]:
             f"{r.ratio.low:.3f}–{r.ratio.high:.3f}" if r.architecture != base else "",
             f"{r.tokens_per_s:,.0f}",
             f"{100 * r.mfu:.1f}",
-            *(f"{value:.0f}" for value in (r.watts, r.mhz) if value is not None),
             f"{r.memory_gib:.1f}",
             f"{r.first_step_s:.1f}",
         )

@@ -3,12 +3,12 @@
 import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
 
-from angpt.config import Device, Precision
+from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from angpt.inference.graph import Graph
 
 DEFAULT_TOKENS = 200
-Step = Literal["auto", "plain", "kernels", "compiled"]
 
 
 def fold_command(

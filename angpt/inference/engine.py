@@ -7,11 +7,12 @@ each. Nothing in it depends on Python: between two tokens the host only launches
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from angpt.config import Step
 from angpt.errors import UserError
 from angpt.inference.folded import Cache, Folded, Layer
 from angpt.inference.sampling import Sampling, pick, uniforms
@@ -23,10 +24,6 @@ GRAPHS_WARMED = 3
 """Steps before a capture, in which libraries set themselves up."""
 
 
-Step = Literal["auto", "plain", "kernels", "compiled"]
-"""How a decode step is computed. plain: one PyTorch operation after the other. kernels: five hand-written kernels per
-layer, for few rows in bf16 on a GPU. compiled: by torch.compile, which takes a minute or so before the first token.
-auto: kernels where they apply, plain otherwise."""
 KERNEL_ROWS = 4
 """Up to so many rows the kernels are used; they read the matrices once for each."""
 

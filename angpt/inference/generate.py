@@ -7,8 +7,9 @@ from typing import Literal
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from angpt.config import Step
 from angpt.errors import UserError
-from angpt.inference.engine import Engine, Step
+from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.folded import Folded
 from angpt.inference.sampling import Sampling
@@ -49,7 +50,7 @@ def generate(
         end: A row ends with this token, which is its last.
         sliding: Let prompt and new tokens be longer than the context: of a prompt its last tokens are read, and each
             new token attends to as many before it as fit. Without it, this is an error.
-        step: How a decode step is computed; see `engine.Step`.
+        step: How a decode step is computed; see `config.Step`.
         watch: Sees the tokens of each row as they come and can end it.
     """
     rows = checked(prompts, model.cfg.vocab_size)

@@ -3,8 +3,10 @@
 At one row the products are reductions, and what stands between them (norms, residual update, rotation, softmax) is so
 small that every program can compute it again for itself, rather than wait for a kernel of its own to write it down.
 
-From Hopper on a kernel begins while the one before is still at work (OVERLAP): it fetches what does not depend on that
-one, its matrix and vectors, and only then waits. Each kernel waits, so that all before it are done when it goes on.
+From Hopper on a kernel begins while the one before is still at work (OVERLAP): it fetches what no kernel of this file
+has written in this step (matrix, vectors, angles, positions, slots of earlier tokens), and only then waits. Each kernel
+waits, so that all before it are done when it goes on. Angles and positions are written by PyTorch's kernels, which do
+not overlap, and of which the embedding's is the last before the first of these.
 
 | kernel | reads | computes |
 |---|---|---|
@@ -29,9 +31,8 @@ from torch import Tensor
 from angpt.inference.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
-QKV, UZ, PROJECT, DOWN = (8, 4), (8, 4), (8, 4), (4, 4)
-"""Rows of each matrix per program, few, so that there are programs enough for the whole device; and warps per program,
-at a width of 1,024."""
+READ_ROWS, DOWN_ROWS = 8, 4
+"""Rows of a matrix per program: few, so that there are programs enough for the whole device."""
 TILE = 64
 """Slots of the cache in registers at once."""
 MOST_SPLITS = 16
@@ -238,8 +239,14 @@ def supports(model: Folded) -> bool:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can begin before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether a kernel can begin before the one before it has ended: from Hopper and Triton 3.4 on."""
+    known = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
+    return known and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def warps(width: int) -> int:
+    """Of a program with eight rows of this width: what a thread has to hold must fit its registers."""
+    return min(16, max(4, width // 256))
 
 
 class Steps:
@@ -253,19 +260,19 @@ class Steps:
         self.seen = self.update | {"INPUT_NORM": graph.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
         self.qk_norm = graph.qk != "plain"
+        self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
     def read(self, weight: Tensor, h: Tensor, due: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
         """The product with a matrix that reads the stream, and the stream, after the update that is due."""
         n = weight.shape[0] // 2 if swiglu else weight.shape[0]
-        rows, warps = UZ if swiglu else QKV
         y = torch.empty(len(h), n, device=h.device)
         x, keep, add = (h, h, h) if due is None else due
         out = h if due is None else torch.empty_like(h)
-        _read[triton.cdiv(n, rows), len(h)](
+        _read[triton.cdiv(n, READ_ROWS), len(h)](
             weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
-            UPDATE=due is not None, SWIGLU=swiglu, ROWS=rows, num_warps=warps, **self.seen, **self.launch,
+            UPDATE=due is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps, **self.seen, **self.launch,
         )  # fmt: skip
         return y, out
 
@@ -286,19 +293,18 @@ class Steps:
 
     def project(self, weight: Tensor, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
-        x, (rows, warps) = torch.empty(batch, self.d, device=weight.device), PROJECT
-        _project[triton.cdiv(self.d, rows), batch](
+        x = torch.empty(batch, self.d, device=weight.device)
+        _project[triton.cdiv(self.d, READ_ROWS), batch](
             weight, *parts, x, self.d, self.d, self.heads,
-            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=rows, D=self.padded, num_warps=warps,
+            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS, D=self.padded, num_warps=self.warps,
             **self.launch,
         )  # fmt: skip
         return x
 
     def down(self, weight: Tensor, y: Tensor) -> Tensor:
         x, width = torch.empty(len(y), self.d, device=y.device), triton.next_power_of_2(self.d_mlp)
-        rows, warps = DOWN
-        _down[triton.cdiv(self.d, rows), len(y)](
-            weight, y, x, self.d, self.d_mlp, ROWS=rows, WIDTH=width, num_warps=warps, **self.launch
+        _down[triton.cdiv(self.d, DOWN_ROWS), len(y)](
+            weight, y, x, self.d, self.d_mlp, ROWS=DOWN_ROWS, WIDTH=width, num_warps=warps(width // 4), **self.launch
         )
         return x
 

@@ -1,5 +1,5 @@
-"""The mean cross-entropy of logits (N, V) on a GPU, which overwrites them with their gradient while their row is still
-in the cache. `primitives.cross_entropy` is its plain form."""
+"""The mean cross-entropy of logits (N, V) on a GPU, which overwrites them with their gradient in a second walk along
+their row. `primitives.cross_entropy` is its plain form."""
 
 from typing import Any
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
-from angpt.models.decoder import Block, Decoder
-from angpt.models.primitives import RMSNorm
+from angpt.models.decoder import Decoder
+from angpt.models.primitives import LearnedScale
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
 
@@ -132,9 +132,9 @@ def recompute_blocks(model: Decoder) -> None:
 
 def compile_parts(model: Decoder) -> None:
     """Compile the block, once for all layers, and the norm before the head where there is one: ready in a fraction of
-    the time that the whole takes. Embedding and head are one product each, and stay as they are."""
+    the time that the whole takes. Embedding and head are a product each, and stay as they are."""
     for part in (*model.blocks, *model.children()):
-        if isinstance(part, Block | RMSNorm):
+        if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
             part.compile(dynamic=False)
 
 

@@ -64,16 +64,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def gauge(device: torch.device) -> tuple[float, float] | None:
-    """Watts that a GPU draws at this moment, and MHz at which it runs, where its driver can be asked."""
-    if device.type != "cuda":
-        return None
-    try:
-        return torch.cuda.power_draw(device) / 1e3, float(torch.cuda.clock_rate(device))
-    except (ImportError, RuntimeError):  # nvidia-ml-py is not there, or not allowed
-        return None
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Largest memory in use so far: allocated on a GPU, resident in the process on the CPU."""
     if device.type == "cuda":

@@ -29,10 +29,10 @@ KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.b
 
 
 @triton.jit
-def _place(programs_ptr):
-    """The matrix of this program, and where it begins there."""
+def _place(programs_ptr, EACH: tl.constexpr):
+    """The matrix of this program, and where it begins there, a multiple of what each program takes."""
     program = tl.program_id(0)
-    return tl.load(programs_ptr + 2 * program), tl.load(programs_ptr + 2 * program + 1)
+    return tl.load(programs_ptr + 2 * program), tl.multiple_of(tl.load(programs_ptr + 2 * program + 1), EACH)
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _rows(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of whole rows: one read and one write of everything."""
-    matrix, first = _place(programs_ptr)
+    matrix, first = _place(programs_ptr, ROWS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
     rows = first + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
@@ -101,12 +101,12 @@ def _columns(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A strip of whole columns: down once for Adam and the lengths, once more, out of the cache, to scale."""
-    matrix, first = _place(programs_ptr)
+    matrix, first = _place(programs_ptr, COLS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
-    cols = tl.multiple_of(first, COLS) + tl.arange(0, COLS)[None, :]
+    cols = first.to(tl.int32) + tl.arange(0, COLS)[None, :]
     squares = tl.zeros((1, COLS), tl.float32)
     clip = tl.load(clip_ptr)
-    for top in range(0, n_rows, ROWS):
+    for top in range(0, n_rows.to(tl.int32), ROWS):
         rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p, m, v, g = (
@@ -120,7 +120,7 @@ def _columns(
         tl.store(v_ptr + at, v, inside)
     scale = _scale(squares, UNIT, TINY)
     tl.debug_barrier()  # warps read below what others have written above
-    for top in range(0, n_rows, ROWS):
+    for top in range(0, n_rows.to(tl.int32), ROWS):
         rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
         p = tl.load(p_ptr + at, inside, 0.0) * scale
@@ -131,12 +131,14 @@ def _columns(
 
 @triton.jit
 def _squares(
-    table_ptr, programs_ptr, sums_ptr, KIND: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
+    table_ptr, programs_ptr, sums_ptr,
+    KIND: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The sum of squares of one stretch of one tensor; a line of the table is its address and its size."""
-    tensor, first = _place(programs_ptr)
+    tensor, first = _place(programs_ptr, BLOCK)
     x_ptr, size = _pointer(table_ptr + 2 * tensor, KIND), tl.load(table_ptr + 2 * tensor + 1)
-    first = tl.multiple_of(first, BLOCK)
+    if EVEN:  # no load of several elements lies across the end
+        size = tl.multiple_of(size, 16)
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(TILES):
         at = first + tile * BLOCK + tl.arange(0, BLOCK)
@@ -172,8 +174,11 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     table = _table([(_address(x), x.numel()) for x in tensors], device)
     programs = _programs(tuple(x.numel() for x in tensors), STRETCH, device)
     sums = torch.empty(len(programs), device=device)
+    even = all(x.numel() % 16 == 0 for x in tensors)
     with torch.cuda.device(device):
-        _squares[(len(programs),)](table, programs, sums, KIND=kind, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8)
+        _squares[(len(programs),)](
+            table, programs, sums, KIND=kind, EVEN=even, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8
+        )
     return sums.sum()
 
 
@@ -181,16 +186,14 @@ def adam_(
     parts: Sequence[Part], gradients: Sequence[Tensor], clip: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """`optimizer.adam_` of matrices, in one launch for all whose rows have the same width, constraint and so on."""
+    """`optimizer.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
     groups: dict[tuple[Any, ...], list[tuple[Part, Tensor]]] = {}
-    for number, (part, g) in enumerate(zip(parts, gradients, strict=True)):
+    for part, g in zip(parts, gradients, strict=True):
         constraint = None if part.across else part.constraint
-        # Strips of columns are scaled out of the cache, which has no room for those of many matrices at once.
-        alone = number if constraint is not None and constraint.dim == 0 else None
-        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype, alone)
+        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype)
         groups.setdefault(key, []).append((part, g))
     scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
-    for (width, constraint, decay, copied, dtype, _), chosen in groups.items():
+    for (width, constraint, decay, copied, dtype), chosen in groups.items():
         _launch(chosen, clip, (lr * decay, *scalars), width, constraint, copied, KINDS[dtype])
 
 
@@ -202,6 +205,8 @@ def _launch(
     for part, g in chosen:
         copy = part.weight if part.copy is None else part.copy
         tensors = (part.weight, copy, part.exp_avg, part.exp_avg_sq, g)
+        if part.copy is not None and part.copy.dtype != torch.bfloat16:
+            raise ValueError(f"copies must be bf16, not {part.copy.dtype}")
         lines.append([*map(_address, tensors), part.weight.shape[0]])
     down = constraint is not None and constraint.dim == 0
     cols = COLUMNS if down else triton.next_power_of_2(width)

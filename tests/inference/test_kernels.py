@@ -1,4 +1,4 @@
-"""A decode step by the kernels against the same step by plain operations: on a GPU, and everywhere as plain Python."""
+"""A decode step by the kernels against the same step by plain operations."""
 
 import pytest
 import torch
@@ -10,18 +10,25 @@ from angpt.inference.folded import Cache, Folded
 from angpt.inference.generate import generate
 from angpt.inference.sampling import GREEDY
 from angpt.models.variants import ARCHITECTURES
-from tests.inference import python_triton
 from tests.models.conftest import some_tokens, tiny
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 NAMES = sorted(set(ARCHITECTURES) - {"gpt+/dyt"})
-ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ROUNDING = 0.02 if ON_GPU else 1e-5
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 
 
-def step_both_ways(kernels, model: Folded, rows: list[int], capacity: int, shown: int, device: str = "cpu"):
+def folded(*names: str, **sizes: int) -> Folded:
+    return fold(tiny(*names, **sizes).float()).prepare(DEVICE, DTYPE)
+
+
+def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int):
     """Logits and caches after one step: rows are the positions of the new tokens."""
+    from angpt.inference import kernels
+
     generator = torch.Generator().manual_seed(1)
-    tokens = some_tokens(len(rows)).to(device)
-    positions = torch.tensor(rows, device=device)
+    tokens = some_tokens(len(rows)).to(DEVICE)
+    positions = torch.tensor(rows, device=DEVICE)
     found = []
     for decode in (model.decode, lambda *args: kernels.decode(model, *args)):
         generator.manual_seed(1)
@@ -34,42 +41,37 @@ def step_both_ways(kernels, model: Folded, rows: list[int], capacity: int, shown
     return found
 
 
-def agree(found, rounding: float) -> None:
+def agree(found) -> None:
     (expected, plain_caches), (logits, caches) = found
-    assert (logits - expected).abs().max() <= rounding * expected.abs().max()
+    assert (logits - expected).abs().max() <= ROUNDING * expected.abs().max()
     for a, b in zip(plain_caches, caches, strict=True):
         for x, y in zip(a, b, strict=True):
-            assert (x.float() - y.float()).abs().max() <= rounding * x.abs().max()
+            assert (x.float() - y.float()).abs().max() <= ROUNDING * x.abs().max()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
-def test_as_python_the_kernels_are_the_plain_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = python_triton.kernels(monkeypatch)
-    model = fold(tiny(name, d_model=32, context=128).float())  # fp32, where nothing but a mistake makes a difference
-    agree(step_both_ways(kernels, model, [0, 70], 128, 128), 1e-5)
+def test_the_kernels_are_the_plain_step(name: str) -> None:
+    agree(step_both_ways(folded(name, d_model=32, context=128), [0, 70], 128, 128))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("rows", "capacity", "shown"), [([5, 63, 64], 256, 128), ([127], 256, 128), ([129, 400, 0], 130, 130)]
 )
-def test_slots_that_are_not_seen_do_not_count(
-    rows: list[int], capacity: int, shown: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, shown: int) -> None:
     """The part that is shown ends behind the longest row; where the window slides, slots are taken again."""
-    kernels = python_triton.kernels(monkeypatch)
-    agree(step_both_ways(kernels, fold(tiny(d_model=48, n_heads=3).float()), rows, capacity, shown), 1e-5)
+    agree(step_both_ways(folded(d_model=48, n_heads=3), rows, capacity, shown))
 
 
 @torch.no_grad()
-def test_a_width_that_is_no_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = python_triton.kernels(monkeypatch)
-    agree(step_both_ways(kernels, fold(tiny(d_model=32, d_ff=80).float()), [3], 64, 64), 1e-5)
+def test_a_width_that_is_no_power_of_two() -> None:
+    agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
 
 
-def test_what_the_kernels_do_not_know_is_left_to_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = python_triton.kernels(monkeypatch)
+def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
+    from angpt.inference import kernels
+
     assert kernels.supports(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16))
     assert not kernels.supports(fold(tiny(d_model=32)))
     assert not kernels.supports(fold(tiny("gpt+/dyt", d_model=32)).prepare("cpu", torch.bfloat16))
@@ -78,18 +80,7 @@ def test_what_the_kernels_do_not_know_is_left_to_plain_operations(monkeypatch: p
         Engine(fold(tiny()), 1, 16, 1, GREEDY, "kernels")
 
 
-@ON_GPU
-@torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
-def test_on_a_gpu_the_kernels_are_the_plain_step(name: str) -> None:
-    from angpt.inference import kernels
-
-    model = fold(tiny(name, d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
-    for rows, capacity, shown in (([0], 512, 128), ([70, 300], 512, 512), ([129, 400], 130, 130)):
-        agree(step_both_ways(kernels, model, rows, capacity, shown, "cuda"), 0.02)
-
-
-@ON_GPU
+@needs_gpu
 @pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
 @pytest.mark.parametrize("step", ["plain", "compiled"])
 def test_a_captured_step_gives_the_tokens_of_the_cpu(name: str, step: str) -> None:
@@ -99,7 +90,7 @@ def test_a_captured_step_gives_the_tokens_of_the_cpu(name: str, step: str) -> No
     assert generate(model.prepare("cuda", torch.float32), prompts, 200, GREEDY, step=step) == expected
 
 
-@ON_GPU
+@needs_gpu
 @pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
 def test_captured_kernels_give_the_tokens_of_the_kernels(name: str) -> None:
     model = fold(tiny(name, d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)

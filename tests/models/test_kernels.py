@@ -14,15 +14,14 @@ from angpt.models.primitives import (
     swiglu,
     update,
 )
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels need a CUDA device")
-
-ROUNDING = 4e-3
-"""bf16 rounds to 2⁻⁹ of each number."""
+ROUNDING = 4e-3 if ON_GPU else 2e-5
+"""bf16 rounds to 2⁻⁹ of each number, fp32 to 2⁻²⁴, but a gain has the sum of thousands of terms as its gradient."""
 
 
 def draw(*shape):
-    return torch.randn(*shape, device="cuda").bfloat16().requires_grad_()
+    return torch.randn(*shape, device=DEVICE).to(DTYPE).requires_grad_()
 
 
 def compare(function, *inputs, vectors=()):
@@ -37,15 +36,15 @@ def compare(function, *inputs, vectors=()):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-@pytest.mark.parametrize("width", [300, 1500, 4096])
+@pytest.mark.parametrize("width", [300, 1500, 2048])
 def test_swiglu(scale, width):
-    compare(lambda uz: swiglu(uz, scale), draw(3, 70, 2 * width))
+    compare(lambda uz: swiglu(uz, scale), draw(3, 5, 2 * width))
 
 
 @pytest.mark.parametrize("shape", [(300, 64), (77, 1500)])
 def test_linear_with_scaled_rows(shape):
     layer = Linear(shape[1], shape[0])
-    scale = torch.randn(shape[0], device="cuda", requires_grad=True)
+    scale = torch.randn(shape[0], device=DEVICE, requires_grad=True)
     compare(
         lambda x, w, s: torch.func.functional_call(layer, {"weight": w}, (x, s)),
         draw(3, 70, shape[1]),
@@ -58,11 +57,11 @@ def test_linear_with_scaled_rows(shape):
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gain", [None, "one", "each"])
 def test_norm_rotated(heads, d, rotated, documents, gain):
-    numbers = torch.arange(70, device="cuda").expand(3, 70) // 20 if documents else None
+    numbers = torch.arange(70, device=DEVICE).expand(3, 70) // 20 if documents else None
     vectors = {
         None: (),
-        "one": (torch.rand(1, device="cuda", requires_grad=True),),
-        "each": (torch.rand(heads, 1, d, device="cuda", requires_grad=True),),
+        "one": (torch.rand(1, device=DEVICE, requires_grad=True),),
+        "each": (torch.rand(heads, 1, d, device=DEVICE, requires_grad=True),),
     }[gain]
 
     def function(qkv, *gains):
@@ -78,20 +77,20 @@ def test_update(d, normed):
     def function(h, x, alpha):
         return update(h, x, alpha, NO_FACTOR if normed else LerpFactor(times=1.3), scale=0.7, normed=normed)
 
-    compare(function, draw(3, 71, d), draw(3, 71, d), vectors=(torch.rand(d, device="cuda", requires_grad=True),))
+    compare(function, draw(3, 71, d), draw(3, 71, d), vectors=(torch.rand(d, device=DEVICE, requires_grad=True),))
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-@pytest.mark.parametrize("vocabulary", [100, 50257, 50304])
+@pytest.mark.parametrize("vocabulary", [100, 8192, 9001])
 def test_cross_entropy(weight, vocabulary):
-    logits, targets = draw(40, vocabulary), torch.randint(vocabulary, (40,), device="cuda")
+    logits, targets = draw(20, vocabulary), torch.randint(vocabulary, (20,), device=DEVICE)
     targets[5:9] = -100
     exact = logits.detach().double().requires_grad_()
     loss = weight * cross_entropy(logits * 1, targets)
     expected = weight * torch.nn.functional.cross_entropy(exact, targets)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     (found,), (gradient,) = torch.autograd.grad(loss, logits), torch.autograd.grad(expected, exact)
-    rows = torch.arange(40, device="cuda")[targets >= 0]
+    rows = torch.arange(20, device=DEVICE)[targets >= 0]
     chosen = rows, targets[targets >= 0]
     assert (found[chosen].double() - gradient[chosen]).norm() <= ROUNDING * gradient[chosen].norm()
     found, gradient = found.double(), gradient.clone()
@@ -103,12 +102,12 @@ def test_cross_entropy(weight, vocabulary):
 
 def test_a_target_that_does_not_exist_shows():
     logits = draw(3, 64).detach()
-    assert cross_entropy(logits, torch.tensor([1, 64, 2], device="cuda")).isnan()
+    assert cross_entropy(logits, torch.tensor([1, 64, 2], device=DEVICE)).isnan()
 
 
 def test_views_are_taken_as_they_are():
     h, x = draw(64, 5, 3).permute(1, 2, 0), draw(64, 5, 3).permute(1, 2, 0)
-    alpha = torch.rand(64, device="cuda")
+    alpha = torch.rand(64, device=DEVICE)
     torch.testing.assert_close(update(h, x, alpha), update(h.contiguous(), x.contiguous(), alpha), rtol=0, atol=0)
     uz = draw(64, 5, 3).permute(1, 2, 0)
     torch.testing.assert_close(swiglu(uz), swiglu(uz.contiguous()), rtol=0, atol=0)

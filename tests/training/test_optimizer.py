@@ -5,10 +5,10 @@ import torch
 
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
-from angpt.models.constraints import Constraint, constrain, largest_violation
+from angpt.models.constraints import constrain, largest_violation
 from angpt.models.variants import build
 from angpt.training.engine import Engine
-from angpt.training.optimizer import Adam, Part, adam_, total_norm
+from angpt.training.optimizer import Adam, total_norm
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt", "ngpt/bounded", "gpt+/dyt")
 
@@ -88,40 +88,3 @@ def test_a_parameter_without_a_gradient_decays_towards_its_moments():
     before = model.W_h.weight.detach().clone()
     assert optimizer.step(1, lr=1e-2).item() == 0
     torch.testing.assert_close(model.W_h.weight.detach(), before * (1 - 1e-3))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernel needs a CUDA device")
-@pytest.mark.parametrize("shape", [(300, 1000), (256, 1024), (77, 33), (1024, 4096)])
-@pytest.mark.parametrize(
-    "constraint", [None, *(Constraint(kind, dim) for kind in ("bound", "unit") for dim in (0, 1))], ids=str
-)
-def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
-    from angpt.training import kernels
-
-    torch.manual_seed(0)
-    # Several matrices in one launch, of different lengths; another gradient and no copy for the last.
-    weights = [torch.randn(rows, shape[1], device="cuda") / shape[1] ** 0.5 for rows in (shape[0], 70, shape[0])]
-    moments = [(torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4) for w in weights]
-    gradients = [torch.randn_like(w) * 0.01 for w in weights]
-    gradients[:2] = [g.bfloat16() for g in gradients[:2]]
-    plain, fast = (
-        [
-            Part(w.clone(), w.bfloat16() if i < 2 else None, m.clone(), v.clone(), 0.1, constraint)
-            for i, (w, (m, v)) in enumerate(zip(weights, moments, strict=True))
-        ]
-        for _ in range(2)
-    )
-    clip = torch.tensor(0.5, device="cuda")
-    numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
-    adam_(plain, [g.clone() for g in gradients], clip, **numbers)
-    kernels.adam_(fast, gradients, clip, **numbers)
-    for one, other in zip(fast, plain, strict=True):
-        for name in ("weight", "exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2e-6, atol=1e-7)
-        if one.copy is not None:
-            torch.testing.assert_close(one.copy, one.weight.bfloat16(), rtol=0, atol=0)
-    w, m = weights[0], moments[0][0]
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = w.to(dtype), m.to(dtype)
-        expected = torch.cat([a, b, a[:1]]).double().norm().item()
-        assert total_norm([a, b, a[0]]).item() == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,44 @@
+"""Adam, the constraint and the copy in one kernel, against the plain step."""
+
+import pytest
+import torch
+
+from angpt.models.constraints import Constraint
+from angpt.training.optimizer import Part, adam_
+from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
+
+
+@pytest.mark.parametrize("shape", [(300, 100), (64, 256), (77, 33), (70, 1040)])
+@pytest.mark.parametrize(
+    "constraint", [None, *(Constraint(kind, dim) for kind in ("bound", "unit") for dim in (0, 1))], ids=str
+)
+def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
+    from angpt.training import kernels
+
+    # Several matrices in one launch, of different lengths; another gradient and no copy for the last.
+    weights = [torch.randn(rows, shape[1], device=DEVICE) / shape[1] ** 0.5 for rows in (shape[0], 60, shape[0])]
+    moments = [(torch.randn_like(w) * 0.01, torch.rand_like(w) * 1e-4) for w in weights]
+    gradients = [torch.randn_like(w) * 0.01 for w in weights]
+    gradients[:2] = [g.bfloat16() for g in gradients[:2]]
+    plain, fast = (
+        [
+            Part(w.clone(), w.bfloat16() if i < 2 else None, m.clone(), v.clone(), 0.1, constraint)
+            for i, (w, (m, v)) in enumerate(zip(weights, moments, strict=True))
+        ]
+        for _ in range(2)
+    )
+    clip = torch.tensor(0.5, device=DEVICE)
+    numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
+    adam_(plain, [g.clone() for g in gradients], clip, **numbers)
+    kernels.adam_(fast, gradients, clip, **numbers)
+    for one, other in zip(fast, plain, strict=True):
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=2e-6, atol=1e-7)
+        if one.copy is not None:
+            # The interpreter cuts numbers off where the GPU rounds them.
+            torch.testing.assert_close(one.copy, one.weight.bfloat16(), rtol=0 if ON_GPU else 2**-7, atol=0)
+    w, m = weights[0], moments[0][0]
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = w.to(dtype), m.to(dtype)
+        expected = torch.cat([a, b]).double().square().sum().item()
+        assert kernels.square_sum([a, b]).item() == pytest.approx(expected, rel=1e-5)
