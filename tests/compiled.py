@@ -1,0 +1,114 @@
+"""Compiles kernels for a GPU that need not be there, and says what became of them: `python -m tests.compiled`.
+
+A process of its own, because tests have Triton interpret kernels. Prints JSON: stack and registers of a thread, and the
+instructions that load from memory, by their kind.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+BF16, FP32, I64 = "*bf16", "*fp32", "*i64"
+
+
+def build(kernel, types: dict[str, str], warps: int, **constants) -> dict:
+    """All pointers and the integers of `types` are multiples of 16."""
+    names = kernel.arg_names
+    rest = {name: "fp32" for name in names if name not in types and name not in constants}
+    signature = {name: "constexpr" if name in constants else (types | rest)[name] for name in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
+    )
+    asm = triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    return found | {"loads": Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))}
+
+
+def training() -> dict[str, dict]:
+    from angpt.training import kernels as k
+
+    types = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32, "n_cols": "i32"}
+    adam = {"CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
+    sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.TILE, "TILES": 8}
+    return {
+        "rows of 1024": build(k._rows, types, 8, **adam, ROWS=k.TILE // 1024, COLS=1024),
+        "rows of 4096": build(k._rows, types, 8, **adam, ROWS=1, COLS=4096),
+        "columns": build(k._columns, types, 8, **adam, ROWS=k.TILE // k.COLUMNS, COLS=k.COLUMNS),
+        "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
+    }
+
+
+def models() -> dict[str, dict]:
+    from angpt.models import kernels as k
+    from angpt.models import loss_kernels as loss
+
+    logits = {"logits_ptr": BF16, "targets_ptr": I64, "losses_ptr": FP32, "count_ptr": FP32, "width": "i32"}
+    pair = {"uz_ptr": BF16, "width": "i32"}
+    rows = {"w_ptr": BF16, "scale_ptr": FP32, "width": "i32"}
+    stream = {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32, "n_rows": "i32", "width": "i32"}
+    lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20, "ROWS": k.TILE // 1024, "COLS": 1024}
+    lanes = {"LANES": loss.LANES, "EACH": loss.EACH}
+    unit = {"BLOCK": k.BLOCK}
+    return {
+        "cross-entropy": build(loss._cross_entropy, logits, loss.WARPS, GRADIENT=True, **lanes),
+        "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, SCALE=1.0, **unit),
+        "swiglu backward": build(k._swiglu_backward, pair | {"dh_ptr": BF16, "duz_ptr": BF16}, 4, SCALE=1.0, **unit),
+        "update": build(k._update, stream | {"y_ptr": BF16}, k.WARPS, **lerp),
+        "update backward": build(
+            k._update_backward,
+            stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32},
+            k.WARPS,
+            **lerp,
+            TILES=k.TILES_SUMMED,
+        ),
+        "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
+        "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
+    }
+
+
+def inference() -> dict[str, dict]:
+    from angpt.inference import kernels as k
+
+    stream = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr"), FP32)
+    sizes = {"n": "i32", "d": "i32"}
+    seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "OVERLAP": True}
+    found = {}
+    for width, mlp in ((1024, 4096), (2048, 8192)):  # the 0.5B and the 1B model
+        for name, swiglu in (("qkv", False), ("uz", True)):
+            found[f"read {name}, {width}"] = build(
+                k._read, {"w_ptr": BF16} | stream | sizes, k.warps(width),
+                UPDATE=True, SWIGLU=swiglu, ROWS=k.READ_ROWS, D=width, **seen,
+            )  # fmt: skip
+        parts = {"w_ptr": BF16, "acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "x_ptr": FP32}
+        found[f"project, {width}"] = build(
+            k._project, parts | sizes | {"heads": "i32"}, k.warps(width),
+            D_HEAD=64, SPLITS=k.MOST_SPLITS, ROWS=k.READ_ROWS, D=width, OVERLAP=True,
+        )  # fmt: skip
+        found[f"down, {mlp}"] = build(
+            k._down, {"w_ptr": BF16, "y_ptr": FP32, "x_ptr": FP32, "n": "i32", "width": "i32"}, k.warps(mlp // 4),
+            ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True,
+        )  # fmt: skip
+    return found
+
+
+if __name__ == "__main__":
+    json.dump({"training": training, "models": models, "inference": inference}[sys.argv[1]](), sys.stdout, indent=1)

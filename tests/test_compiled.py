@@ -1,0 +1,28 @@
+"""Kernels as the compiler makes them for a GPU of today: nothing spills, and memory is read sixteen bytes at a time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
+
+GATHERS = ("project, 1024", "project, 2048")
+"""They fetch a number for the head of each column; with as many parts of attention as there can be, that is many."""
+
+
+@pytest.mark.parametrize("folder", ["training", "models", "inference"])
+def test_nothing_spills_and_loads_are_wide(folder):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, "-m", "tests.compiled", folder]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, found in json.loads(done.stdout).items():
+        assert found["stack"] <= (16 if name in GATHERS else 0), name
+        assert found["loads"].get("v4.b32", 0) > 0, name
+        narrow = found["loads"].get("b16", 0) + found["loads"].get(
+            "b32", 0
+        )  # a scale, a target, the factor of clipping
+        assert narrow <= 2 or name in GATHERS, (name, found["loads"])
