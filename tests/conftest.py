@@ -1,3 +1,5 @@
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -8,6 +10,8 @@ from tests.slurm import CannotStart, local_slurm
 hypothesis.settings.register_profile("angpt", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("angpt")
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # see triton_anywhere; before anything imports Triton
 torch.set_num_threads(1)  # the models of tests are so small that threads only wait for each other
 
 
