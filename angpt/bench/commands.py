@@ -2,13 +2,16 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 
@@ -239,13 +242,13 @@ def decode(
         write_json(out, where, results)
 
 
-def _device(name: Device):  # type: ignore[no-untyped-def]
+def _device(name: Device) -> "torch.device":
     from angpt.training.hardware import choose_device, present
 
     return present(choose_device(name))
 
 
-def _dtype(precision: Precision, device: Device):  # type: ignore[no-untyped-def]
+def _dtype(precision: Precision, device: Device) -> "torch.dtype":
     import torch
 
     low = precision == "bf16" or (precision == "auto" and _device(device).type == "cuda")

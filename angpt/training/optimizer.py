@@ -135,13 +135,16 @@ class Adam:
     def update(self, gradients: Sequence[Tensor], clip: Tensor, number: int, lr: float) -> None:
         c = self.config
         options: dict[str, Any] = {"betas": (c.beta1, c.beta2), "eps": c.eps, "step": number}
-        pairs = list(zip(self.parts, gradients, strict=True))
-        if chosen := [(part, g) for part, g in pairs if _has_kernel(part)]:
+        ours: list[tuple[Part, Tensor]] = []
+        rest: list[tuple[Part, Tensor]] = []
+        for part, g in zip(self.parts, gradients, strict=True):
+            (ours if _has_kernel(part) else rest).append((part, g))
+        if ours:
             from angpt.training import kernels
 
-            kernels.adam_([part for part, _ in chosen], [g for _, g in chosen], clip, lr=lr, **options)
-        if chosen := [(part, g) for part, g in pairs if not _has_kernel(part)]:
-            adam_([part for part, _ in chosen], [g for _, g in chosen], clip, lr=lr, **options)
+            kernels.adam_([part for part, _ in ours], [g for _, g in ours], clip, lr=lr, **options)
+        if rest:
+            adam_([part for part, _ in rest], [g for _, g in rest], clip, lr=lr, **options)
         self.project_across()
 
     @torch.no_grad()

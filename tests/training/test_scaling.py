@@ -28,9 +28,9 @@ def test_memory_is_near_what_was_measured(size, sequences):
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     measured = re.search(rf"\| {size}, {sequences} sequences: GPT\+.*\n.*\n\| anGPT .*\| ([\d.]+) \|\n", text)
     cfg = ModelConfig.size(size)
-    ours = (state_bytes(cfg, None) + activation_bytes(cfg, sequences * 2048)) / 2**30
-    # Gradients (0.94 GiB at 0.5B) are counted beside activations, of which most have gone when they come.
-    assert ours == pytest.approx(float(measured[1]), rel=0.04)
+    with_all = (state_bytes(cfg, None) + activation_bytes(cfg, sequences * 2048)) / 2**30
+    without_gradients = with_all - 2 * scaling.count(cfg).matrices / 2**30  # most come when activations have gone
+    assert 0.99 * without_gradients < float(measured[1]) < 1.01 * with_all
 
 
 def held(ranks=None):
