@@ -40,7 +40,9 @@ def build(kernel, types: dict[str, str], warps: int, **constants) -> dict:
         command = [TOOLS / "cuobjdump", "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
-    return found | {"loads": Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))}
+    loads = Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
+    ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", asm["ptx"])
+    return found | {"loads": loads + Counter({4: "b32", 8: "v2.b32", 16: "v4.b32"}[int(size, 16)] for size in ahead)}
 
 
 def training() -> dict[str, dict]:
@@ -48,16 +50,17 @@ def training() -> dict[str, dict]:
 
     types = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32, "n_cols": "i32"}
     adam = {"CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
-    sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.TILE, "TILES": 8}
+    sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.BLOCK, "TILES": k.BLOCKS}
     return {
         "rows of 1024": build(k._rows, types, 8, **adam, ROWS=k.TILE // 1024, COLS=1024),
         "rows of 4096": build(k._rows, types, 8, **adam, ROWS=1, COLS=4096),
-        "columns": build(k._columns, types, 8, **adam, ROWS=k.TILE // k.COLUMNS, COLS=k.COLUMNS),
+        "columns": build(k._columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
         "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
     }
 
 
 def models() -> dict[str, dict]:
+    from angpt.models import head_kernels as heads
     from angpt.models import kernels as k
     from angpt.models import loss_kernels as loss
 
@@ -66,6 +69,10 @@ def models() -> dict[str, dict]:
     rows = {"w_ptr": BF16, "scale_ptr": FP32, "width": "i32"}
     stream = {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32, "n_rows": "i32", "width": "i32"}
     lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20, "ROWS": k.TILE // 1024, "COLS": 1024}
+    lerp_back = lerp | {"ROWS": k.TILE_BACK // 1024, "STAGES": k.STAGES}
+    packed = {"qkv_ptr": BF16, "cos_ptr": FP32, "sin_ptr": FP32, "q_gain_ptr": FP32, "k_gain_ptr": FP32}
+    packed |= {"n_tokens": "i32", "heads": "i32", "period": "i32"}
+    normed = {"Q_GAIN": True, "K_GAIN": True, "EPS": 1e-20, "HALF": 16}
     lanes = {"LANES": loss.LANES, "EACH": loss.EACH}
     unit = {"BLOCK": k.BLOCK}
     return {
@@ -76,9 +83,29 @@ def models() -> dict[str, dict]:
         "update backward": build(
             k._update_backward,
             stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32},
-            k.WARPS,
-            **lerp,
-            TILES=k.TILES_SUMMED,
+            k.WARPS_BACK,
+            **lerp_back,
+        ),
+        "heads": build(
+            heads._heads,
+            packed | {"q_ptr": BF16, "k_ptr": BF16},
+            heads.WARPS,
+            **normed,
+            D=64,
+            HEADS=16,
+            TOKENS=heads.TILE // 1024,
+        ),
+        "heads backward": build(
+            heads._heads_backward,
+            packed
+            | dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), BF16)
+            | {"q_terms_ptr": FP32, "k_terms_ptr": FP32},
+            heads.WARPS_BACK,
+            **normed,
+            D=64,
+            HEADS=16,
+            TOKENS=heads.TILE_BACK // 1024,
+            STAGES=heads.STAGES,
         ),
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),

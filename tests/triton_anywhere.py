@@ -23,9 +23,10 @@ def kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if ON_GPU:
         return
-    from angpt.models import kernels, primitives
+    from angpt.models import head_kernels, kernels, primitives
 
     monkeypatch.setattr(primitives, "use_kernels", lambda x: x.dtype == DTYPE)
-    monkeypatch.setattr(kernels, "wrap_triton", lambda kernel: kernel)  # for the compiler, which does not take part
+    for module in (kernels, head_kernels):
+        monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)  # for the compiler, which does not take part
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -20,7 +20,7 @@ def train(
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("32M:1",),
     architectures: tuple[str, ...] = ARCHITECTURES,
     context: int = 2048,
-    rounds: int = 10,
+    rounds: int = 12,
     steps: int = 5,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -30,15 +30,15 @@ def train(
 ) -> None:
     """The training step: time, ratio to the first architecture, MFU, memory, and its parts.
 
-    All architectures of a case are in one process and take turns (A B C A B C …), so that drift of the machine falls
-    on all alike. The work is that of `angpt train` with all sequences in one pass, without reading data, logging and
-    evaluation.
+    All architectures of a case are in one process and take turns (A B C, C B A, B C A …), so that drift of the machine
+    falls on all alike, and each comes after each. The work is that of `angpt train` with all sequences in one pass,
+    without reading data, logging and evaluation.
 
     Args:
         cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
         architectures: What to measure; the first is what the others are compared with.
         context: Tokens per sequence.
-        rounds: How many turns each architecture gets.
+        rounds: How many turns each architecture gets; six, or a multiple, give three every order equally often.
         steps: Steps in a turn.
         device: Where to run; the GPU if there is one.
         precision: Of matrix products; bf16 on a GPU.
@@ -196,7 +196,7 @@ def decode(
     """Writing tokens with folded models: time per token, ratio to the first architecture, and the floor that the bytes
     of weights and cache set; reading the prompt; and transformers' own `generate` on an export.
 
-    All take turns (A B C A B C …). Weights are random, which makes no difference to the time.
+    All take turns (A B C, C B A, B C A …). Weights are random, which makes no difference to the time.
 
     Args:
         size: Model size.

@@ -1,9 +1,13 @@
-"""Measuring in turns (A B C A B C …), so that drift of the machine falls on all alike, and what follows from it."""
+"""Measuring in turns, each time in another order, and what follows from it.
+
+Drift of the machine then falls on all alike, and so does the state in which each leaves it to the next: a GPU at its
+power limit takes seconds to settle at the clock that the work at hand allows.
+"""
 
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +31,24 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds per call of each function in each round, the device idle before and after the calls of a round."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
+    for order in orders(list(functions), rounds):
+        for name in order:
             synchronize(device)
             start = time.perf_counter()
             for _ in range(calls):
-                function()
+                functions[name]()
             synchronize(device)
             seconds[name].append((time.perf_counter() - start) / calls)
     return seconds
+
+
+def orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
+    """Forward, backward, and then so again from the next on: in twice as many rounds as there are names, each has been
+    at every place twice. For three these are all six orders."""
+    for number in range(rounds):
+        first = number // 2 % len(names)
+        order = [*names[first:], *names[:first]]
+        yield order[::-1] if number % 2 else order
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ GROUPS = {
     "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention is made of CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
     "SwiGLU": r"^_swiglu",
-    "norm of rotated q and k": r"^_norm_rotated",
+    "norm of rotated q and k": r"^_heads",
     "residual update": r"^_update",
     "scaled rows": r"^_scale_rows",
     "cross-entropy": r"^_(cross_entropy|multiply)",

@@ -6,7 +6,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder, factors
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, LerpFactor, norm_rotated, swiglu, update
+from angpt.models.primitives import Context, LearnedScale, LerpFactor, swiglu, update
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -28,9 +28,8 @@ class Block(decoder.Block):
         return LerpFactor()
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h · ν_qkv, the factor with the update
-        k = norm_rotated(k, ctx)  # k ← norm(k)
-        q = norm_rotated(q, ctx, gain=self.g())  # q ← norm(q), and the g of the next
+        qkv = self.W_qkv(h)  # q, k, v ← W_qkv h · ν_qkv, the factor with the update
+        q, k, v = self.normed_heads(qkv, ctx, self.g())  # k, q ← norm(k), norm(q), and the g of the next
         h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
         return self.W_p(h_a)  # h_a ← W_p (A v) · ν_p, the factor with the update
 
@@ -44,9 +43,8 @@ class Block(decoder.Block):
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
         nu = self.nu
-        h = self.update(
-            h, self.attention(h, ctx), self.alpha_a(), nu.qkv * nu.p
-        )  # h ← (h + α_a (norm(h_a) − h)) · ν(α_a)
+        h_a = self.attention(h, ctx)
+        h = self.update(h, h_a, self.alpha_a(), nu.qkv * nu.p)  # h ← (h + α_a (norm(h_a) − h)) · ν(α_a)
         return self.update(h, self.mlp(h), self.alpha_m(), nu.acf * nu.d)  # h ← (h + α_m (norm(h_m) − h)) · ν(α_m)
 
 

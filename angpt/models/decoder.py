@@ -17,6 +17,7 @@ from angpt.models.primitives import (
     attend,
     cross_entropy,
     make_context,
+    normed_heads,
     split_heads,
     wide,
 )
@@ -35,6 +36,11 @@ class Block(nn.Module, ABC):
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return split_heads(qkv, self.d_head)
+
+    def normed_heads(
+        self, qkv: Tensor, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return normed_heads(qkv, self.d_head, ctx, q_gain, k_gain)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         return attend(q, k, v, ctx)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from angpt.config import ModelConfig
 from angpt.models import decoder
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, norm_rotated, swiglu
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, swiglu
 
 
 class Block(decoder.Block):
@@ -22,9 +22,8 @@ class Block(decoder.Block):
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         h_a = self.norm_a(h)  # h_a ← rms(h) · γ_a
-        q, k, v = self.heads(self.W_qkv(h_a))  # q, k, v ← W_qkv h_a
-        k = norm_rotated(k, ctx)  # k ← norm(k)
-        q = norm_rotated(q, ctx, gain=self.g())  # q ← norm(q), and the g of the next
+        qkv = self.W_qkv(h_a)  # q, k, v ← W_qkv h_a
+        q, k, v = self.normed_heads(qkv, ctx, self.g())  # k, q ← norm(k), norm(q), and the g of the next
         h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
         return self.W_p(h_a)  # h_a ← W_p (A v)
 

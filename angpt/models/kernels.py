@@ -17,10 +17,11 @@ from angpt.models.primitives import EPS, nu_lerp
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
-TOKENS, TILES = 64, 2
-"""Tokens of one head in registers in `norm_rotated`, and how many times that one program of its backward pass sums."""
-TILE, TILES_SUMMED, WARPS = 2048, 8, 2
-"""Elements of `update` that are in registers at once; how many times that one program of its backward pass sums."""
+TILE, WARPS = 2048, 2
+"""Elements of `update` that are in registers at once, and the warps that share them."""
+TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 1024, 2, 3, 528
+"""The same of its backward pass; the tiles on their way while one is at work; programs, four for each multiprocessor
+of an H200."""
 
 
 # u · SiLU(z), both halves of one tensor and both times a constant.
@@ -85,129 +86,6 @@ swiglu.register_autograd(
 )
 
 
-# norm(rotate(x)) · gain for each head of q or k. Rotation and norm commute, so each program loads a tile of unrotated
-# vectors, and once more with the two halves of the rotated part exchanged.
-
-
-@triton.jit
-def _tile(ptr, rows, cols, row_stride, inside):
-    return tl.load(ptr + rows * row_stride + cols, inside, 0.0).to(tl.float32)
-
-
-@triton.jit
-def _angles(cos_ptr, sin_ptr, rows, cols, period, HALF: tl.constexpr):
-    """Cosine, and sine with the sign that its term has in each column; 1 and 0 where nothing is rotated."""
-    at, rotated = (rows % period) * HALF + cols % HALF, cols < 2 * HALF
-    sign = tl.where(cols < HALF, -1.0, 1.0)
-    return tl.load(cos_ptr + at, rotated, 1.0), tl.load(sin_ptr + at, rotated, 0.0) * sign
-
-
-@triton.jit
-def _norm_rotated(
-    x_ptr, y_ptr, cos_ptr, sin_ptr, gain_ptr, n_tokens, stride, heads, period,
-    GAIN: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    rows = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    cols = tl.arange(0, D)[None, :]
-    partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
-    inside = rows < n_tokens
-    x = _tile(x_ptr + head * D, rows, cols, stride, inside)
-    exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
-    cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
-    y = (x * cos + exchanged * sin) * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
-    if GAIN:
-        y *= tl.load(gain_ptr + head * D + cols)
-    tl.store(y_ptr + (rows * heads + head) * D + cols, y, inside)
-
-
-@triton.jit
-def _norm_rotated_backward(
-    x_ptr, dy_ptr, dx_ptr, cos_ptr, sin_ptr, gain_ptr, dgain_ptr, n_tokens, stride, heads, period, dy_stride, dy_head,
-    GAIN: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    cols = tl.arange(0, D)[None, :]
-    partner = tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
-    dgain = tl.zeros((TOKENS, D), tl.float32)
-    for tile in range(TILES):
-        rows = (tl.program_id(1).to(tl.int64) * TILES + tile) * TOKENS + tl.arange(0, TOKENS)[:, None]
-        inside = rows < n_tokens
-        x = _tile(x_ptr + head * D, rows, cols, stride, inside)
-        dy = _tile(dy_ptr + head * dy_head, rows, cols, dy_stride, inside)
-        dy_exchanged = _tile(dy_ptr + head * dy_head, rows, partner, dy_stride, inside)
-        cos, sin = _angles(cos_ptr, sin_ptr, rows, cols, period, HALF)
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
-        unit = x * inverse
-        d_unit = dy * cos - dy_exchanged * sin  # rotated back
-        if GAIN:
-            exchanged = _tile(x_ptr + head * D, rows, partner, stride, inside)
-            dgain += dy * (x * cos + exchanged * sin) * inverse
-            d_unit = dy * tl.load(gain_ptr + head * D + cols) * cos
-            d_unit -= dy_exchanged * tl.load(gain_ptr + head * D + partner) * sin
-        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * inverse
-        tl.store(dx_ptr + (rows * heads + head) * D + cols, dx, inside)
-    if GAIN:
-        terms = tl.sum(dgain, axis=0, keep_dims=True)
-        tl.store(dgain_ptr + (tl.program_id(1) * heads + head) * D + cols, terms)
-
-
-def _rows_of_tokens(x: Tensor) -> bool:
-    """Whether the tokens of (B, T, H, D) lie at one distance from each other, and a head's entries side by side."""
-    return x.stride(3) == 1 and x.stride(0) == x.stride(1) * x.shape[1]
-
-
-def by_token(x: Tensor) -> Tensor:
-    """(B, T, H, D) with its heads side by side in each token, such as the third of a packed W_qkv h; else a copy."""
-    return x if _rows_of_tokens(x) and x.stride(2) == x.shape[3] else x.contiguous()
-
-
-@triton_op("angpt::norm_rotated", mutates_args={})
-def norm_rotated(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None) -> Tensor:
-    """primitives.norm_rotated on (B, T, H, D) as `by_token` gives it, with a gain (H, D)."""
-    b, t, heads, d = x.shape
-    y = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
-    grid = (heads, triton.cdiv(b * t, TOKENS))
-    wrap_triton(_norm_rotated)[grid](
-        x, y, cos, sin, x if gain is None else gain, b * t, x.stride(1), heads, cos.numel() // cos.shape[-1],
-        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS,
-    )  # fmt: skip
-    return y
-
-
-@triton_op("angpt::norm_rotated_backward", mutates_args={})
-def norm_rotated_backward(
-    x: Tensor, dy: Tensor, cos: Tensor, sin: Tensor, gain: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the gain, the latter still a term for each block of tokens."""
-    b, t, heads, d = x.shape
-    dx = torch.empty(b, t, heads, d, dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(b * t, TOKENS * TILES)
-    terms = torch.empty(0 if gain is None else blocks, heads, d, dtype=torch.float32, device=x.device)
-    wrap_triton(_norm_rotated_backward)[(heads, blocks)](
-        x, dy, dx, cos, sin, x if gain is None else gain, terms,
-        b * t, x.stride(1), heads, cos.numel() // cos.shape[-1], dy.stride(1), dy.stride(2),
-        GAIN=gain is not None, EPS=EPS, HALF=cos.shape[-1], D=d, TOKENS=TOKENS, TILES=TILES,
-    )  # fmt: skip
-    return dx, terms
-
-
-def _save_norm_rotated(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _norm_rotated_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, cos, sin, gain = ctx.saved_tensors
-    if not _rows_of_tokens(dy):
-        dy = dy.contiguous()
-    dx, terms = norm_rotated_backward(x, dy, cos, sin, gain)
-    return dx, None, None, None if gain is None else terms.sum(0)
-
-
-norm_rotated.register_autograd(_norm_rotated_gradient, setup_context=_save_norm_rotated)
-
-
 # a · h + b · norm(x · scale) with a = (1−α) ν, b = α ν: the residual update, and by option the norm of that.
 
 
@@ -246,13 +124,14 @@ def _update(
 def _update_backward(
     h_ptr, x_ptr, alpha_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, n_rows, width,
     NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
-    TILES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
     a, b, slope_a, slope_b = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-    terms = tl.zeros((ROWS, COLS), tl.float32)
-    for tile in range(TILES):
-        rows = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)[:, None]
+    along_h = tl.zeros((ROWS, COLS), tl.float32)  # summed over rows at the end: that takes all warps
+    along_x = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
         h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
@@ -265,22 +144,24 @@ def _update_backward(
             y *= inverse_y
             dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
             tl.store(dh_ptr + at, a * dy, inside)
-        terms += dy * (slope_a * h + slope_b * unit)  # summed over rows at the end: that takes all warps
+        along_h += dy * h
+        along_x += dy * unit
         d_unit = b * dy
-        dx = (d_unit - unit * tl.sum(unit * d_unit, axis=1, keep_dims=True)) * (inverse * SCALE)
-        tl.store(dx_ptr + at, dx, inside)
-    tl.store(terms_ptr + tl.program_id(0) * width + cols, tl.sum(terms, axis=0, keep_dims=True), cols < width)
+        parallel = tl.sum(x * d_unit, axis=1, keep_dims=True) * inverse  # of x: the sum need not wait for the other
+        tl.store(dx_ptr + at, (d_unit - unit * parallel) * (inverse * SCALE), inside)
+    terms = tl.sum(along_h, axis=0, keep_dims=True) * slope_a + tl.sum(along_x, axis=0, keep_dims=True) * slope_b
+    tl.store(terms_ptr + tl.program_id(0) * width + cols, terms, cols < width)
 
 
-def _update_tile(width: int) -> dict[str, int]:
+def _update_tile(width: int, tile: int, warps: int) -> dict[str, int]:
     cols = triton.next_power_of_2(width)
-    return {"ROWS": max(1, TILE // cols), "COLS": cols, "num_warps": WARPS}
+    return {"ROWS": max(1, tile // cols), "COLS": cols, "num_warps": min(16, warps * max(1, cols // tile))}
 
 
 @triton_op("angpt::update", mutates_args={})
 def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: float, normed: bool) -> Tensor:
     """primitives.update on (…, d), contiguous."""
-    width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1])
+    width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1], TILE, WARPS)
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
         h, x, alpha, y, n, width, NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile
@@ -292,15 +173,15 @@ def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: f
 def update_backward(
     h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h (where the update is normed), of x, and of α, the last still a term for each block of rows."""
-    width, tile = h.shape[-1], _update_tile(h.shape[-1])
+    """The gradients of h (where the update is normed), of x, and of α, the last still a term for each program."""
+    width, tile = h.shape[-1], _update_tile(h.shape[-1], TILE_BACK, WARPS_BACK)
     n = h.numel() // width
-    blocks = triton.cdiv(n, TILES_SUMMED * tile["ROWS"])
+    programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
     dh, dx = h.new_empty(h.shape if normed else (1,)), torch.empty_like(x)
-    terms = torch.empty(blocks, width, dtype=torch.float32, device=h.device)
-    wrap_triton(_update_backward)[(blocks,)](
+    terms = torch.empty(programs, width, dtype=torch.float32, device=h.device)
+    wrap_triton(_update_backward)[(programs,)](
         h, x, alpha, dy, dh, dx, terms, n, width,
-        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, TILES=TILES_SUMMED, **tile,
+        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, STAGES=STAGES, **tile,
     )  # fmt: skip
     return dh, dx, terms
 

@@ -27,7 +27,7 @@ def _cross_entropy(
     total = tl.zeros((LANES,), tl.float32)
     for first in range(0, width, LANES * EACH):
         cols = first + place
-        x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+        x = tl.load(logits_ptr + cols, cols < width, float("-inf"), eviction_policy="evict_last").to(tl.float32)
         new = tl.maximum(largest, tl.max(x, axis=1))
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new[:, None]), axis=1)
         largest = new
@@ -41,9 +41,9 @@ def _cross_entropy(
         weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
         for block in range(tl.cdiv(width, LANES * EACH)):  # backwards: what was read last may still be in the cache
             cols = (tl.cdiv(width, LANES * EACH) - 1 - block) * (LANES * EACH) + place
-            x = tl.load(logits_ptr + cols, cols < width, float("-inf")).to(tl.float32)
+            x = tl.load(logits_ptr + cols, cols < width, float("-inf"), eviction_policy="evict_first").to(tl.float32)
             gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
-            tl.store(logits_ptr + cols, gradient, cols < width)
+            tl.store(logits_ptr + cols, gradient, cols < width, eviction_policy="evict_first")
 
 
 @triton.jit

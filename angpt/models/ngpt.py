@@ -9,7 +9,7 @@ from torch import Tensor
 from angpt.config import ModelConfig
 from angpt.models import decoder
 from angpt.models.constraints import Constraint
-from angpt.models.primitives import Context, LearnedScale, PositiveScale, norm_rotated, swiglu, update
+from angpt.models.primitives import Context, LearnedScale, PositiveScale, swiglu, update
 
 
 def stored_scale(cfg: ModelConfig) -> float:
@@ -27,10 +27,10 @@ class Block(decoder.Block):
         self.alpha_m = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        s_q = s_k = self.s_qk().view(-1, 1, self.d_head)
-        q, k, v = self.heads(self.W_qkv(h))  # q, k, v ← W_qkv h
-        k = norm_rotated(k, ctx, gain=s_k)  # k ← norm(k) · s_k
-        q = norm_rotated(q, ctx, gain=s_q * self.sqrt_d_k)  # q ← norm(q) · s_q, and the √d_k of the next
+        s_k = self.s_qk().view(-1, 1, self.d_head)
+        s_q = s_k * self.sqrt_d_k
+        qkv = self.W_qkv(h)  # q, k, v ← W_qkv h
+        q, k, v = self.normed_heads(qkv, ctx, s_q, s_k)  # k, q ← norm(k) · s_k, norm(q) · s_q, and the √d_k of the next
         h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · √d_k)
         return self.W_p(h_a)  # h_a ← W_p (A v)
 

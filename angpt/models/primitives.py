@@ -188,16 +188,24 @@ class Context(NamedTuple):
         return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos, rest.to(self.cos.dtype)), dim=-1)
 
 
-def norm_rotated(x: Tensor, ctx: Context, gain: Tensor | None = None) -> Tensor:
-    """norm(rotate(x)) of each head (B, H, T, d_h), times a gain per head and dimension, or one for all."""
-    if use_kernels(x) and x.shape[-1] in (16, 32, 64, 128, 256) and ctx.cos.shape[-1] > 0:
-        from angpt.models import kernels
+def normed_heads(
+    qkv: Tensor, d_head: int, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, times a gain per head and dimension, or one
+    for all."""
+    if use_kernels(qkv) and d_head in (16, 32, 64, 128, 256) and ctx.cos.shape[-1] > 0:
+        from angpt.models import head_kernels
 
-        heads = x.shape[1], x.shape[3]
-        full = None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(heads).contiguous()
-        return kernels.norm_rotated(kernels.by_token(x.transpose(1, 2)), ctx.cos, ctx.sin, full).transpose(1, 2)
-    y = norm(ctx.rotate(x))
-    return y if gain is None else y * gain
+        packed = qkv.view(*qkv.shape[:2], 3, -1, d_head)
+        q_full, k_full = (
+            None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(packed.shape[-2:]).contiguous()
+            for gain in (q_gain, k_gain)
+        )
+        q, k, v = head_kernels.normed_heads(packed, ctx.cos, ctx.sin, q_full, k_full)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    q, k, v = split_heads(qkv, d_head)
+    q, k = norm(ctx.rotate(q)), norm(ctx.rotate(k))
+    return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
 
 
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:

@@ -16,13 +16,12 @@ ROWS: list[tuple[str, tuple[str, str, str]]] = [
     ("Embed", ("h ← W_e x_in",) * 3),
     ("MHA", ("h_a ← rms(h) · γ_a", NONE, NONE)),
     ("MHA", ("q, k, v ← W_qkv h_a", "q, k, v ← W_qkv h", "q, k, v ← W_qkv h · ν_qkv, the factor with the update")),
-    ("MHA", ("k ← norm(k)", "k ← norm(k) · s_k", "k ← norm(k)")),
     (
         "MHA",
         (
-            "q ← norm(q), and the g of the next",
-            "q ← norm(q) · s_q, and the √d_k of the next",
-            "q ← norm(q), and the g of the next",
+            "k, q ← norm(k), norm(q), and the g of the next",
+            "k, q ← norm(k) · s_k, norm(q) · s_q, and the √d_k of the next",
+            "k, q ← norm(k), norm(q), and the g of the next",
         ),
     ),
     ("MHA", ("A ← softmax(q kᵀ · g)", "A ← softmax(q kᵀ · √d_k)", "A ← softmax(q kᵀ · g)")),
@@ -43,7 +42,8 @@ ROWS: list[tuple[str, tuple[str, str, str]]] = [
 HEADER = """# Table 1, row by row
 
 Generated from the three model files by `python -m angpt.models.table1`. Each cell: the formula of the paper, and the
-line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm.
+line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm,
+where `normed_heads(qkv, ctx, gain of q, gain of k)` takes the three apart.
 
 `W(x, s)` is s · (W x) (`primitives.Linear`). The norm of h_a and h_m, a row of its own in the paper, is taken in
 the residual update: `primitives.update(h, x, α, ν, scale)` is (h + α (norm(x · scale) − h)) · ν; in nGPT, whose α is

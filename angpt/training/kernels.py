@@ -19,12 +19,12 @@ from torch import Tensor
 from angpt.models.constraints import TINY, Constraint
 from angpt.training.optimizer import ALIGNMENT, Part
 
-TILE = 4096
+TILE = 2048
 """Elements that one program holds in registers, where a row has not more."""
-STRETCH = 8 * TILE
-"""Elements that one program sums."""
-COLUMNS = 16
-"""Columns per program where columns are constrained: 64 bytes of each row, two sectors of memory."""
+BLOCK, BLOCKS = 4096, 8
+"""The same where squares are summed, and how many times that one program sums."""
+COLUMNS, DOWN = 16, 256
+"""Columns per program where columns are constrained, 64 bytes of each row, two sectors of memory; rows at a time."""
 KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -172,13 +172,11 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if any(x.dtype != tensors[0].dtype for x in tensors):
         raise ValueError("all tensors must have one dtype")
     table = _table([(_address(x), x.numel()) for x in tensors], device)
-    programs = _programs(tuple(x.numel() for x in tensors), STRETCH, device)
+    programs = _programs(tuple(x.numel() for x in tensors), BLOCK * BLOCKS, device)
     sums = torch.empty(len(programs), device=device)
     even = all(x.numel() % 16 == 0 for x in tensors)
     with torch.cuda.device(device):
-        _squares[(len(programs),)](
-            table, programs, sums, KIND=kind, EVEN=even, BLOCK=TILE, TILES=STRETCH // TILE, num_warps=8
-        )
+        _squares[(len(programs),)](table, programs, sums, KIND=kind, EVEN=even, BLOCK=BLOCK, TILES=BLOCKS, num_warps=8)
     return sums.sum()
 
 
@@ -210,7 +208,7 @@ def _launch(
         lines.append([*map(_address, tensors), part.weight.shape[0]])
     down = constraint is not None and constraint.dim == 0
     cols = COLUMNS if down else triton.next_power_of_2(width)
-    rows = max(1, TILE // cols)
+    rows = DOWN if down else max(1, TILE // cols)
     lengths = [width] * len(lines) if down else [line[-1] for line in lines]
     programs = _programs(tuple(lengths), cols if down else rows, device)
     with torch.cuda.device(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from angpt.bench import optimizer
-from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.measure import Interval, in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped
 from angpt.cli import main
 from angpt.config import ModelConfig
@@ -15,11 +15,13 @@ from angpt.errors import UserError
 from angpt.models.variants import build
 
 
-def test_turns_are_taken_in_order():
+def test_turns_are_taken_in_all_orders():
+    assert sorted(map("".join, orders("abc", 6))) == ["abc", "acb", "bac", "bca", "cab", "cba"]
+    assert [order[0] for order in orders("abcde", 20)].count("c") == 4
     calls = []
     functions = {name: (lambda name=name: calls.append(name)) for name in "abc"}
     seconds = in_turns(functions, torch.device("cpu"), rounds=2, calls=2)
-    assert "".join(calls) == "aabbccaabbcc"
+    assert "".join(calls) == "aabbccccbbaa"
     assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
 
 

@@ -9,8 +9,7 @@ from angpt.models.primitives import (
     Linear,
     cross_entropy,
     make_context,
-    norm_rotated,
-    split_heads,
+    normed_heads,
     swiglu,
     update,
 )
@@ -56,19 +55,19 @@ def test_linear_with_scaled_rows(shape):
 @pytest.mark.parametrize(("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128), (4, 64, 0)])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gain", [None, "one", "each"])
-def test_norm_rotated(heads, d, rotated, documents, gain):
+def test_normed_heads(heads, d, rotated, documents, gain):
     numbers = torch.arange(70, device=DEVICE).expand(3, 70) // 20 if documents else None
-    vectors = {
+    gains = {
         None: (),
         "one": (torch.rand(1, device=DEVICE, requires_grad=True),),
-        "each": (torch.rand(heads, 1, d, device=DEVICE, requires_grad=True),),
+        "each": tuple(torch.rand(heads, 1, d, device=DEVICE, requires_grad=True) for _ in range(2)),
     }[gain]
 
     def function(qkv, *gains):
         wide = qkv if qkv.dtype == torch.float64 else qkv.float()
-        return norm_rotated(split_heads(qkv, d)[1], make_context(wide, rotated, 1e4, numbers), *gains)
+        return torch.stack(normed_heads(qkv, d, make_context(wide, rotated, 1e4, numbers), *gains))
 
-    compare(function, draw(3, 70, 3 * heads * d), vectors=vectors)
+    compare(function, draw(3, 70, 3 * heads * d), vectors=gains)
 
 
 @pytest.mark.parametrize("d", [1024, 256, 1280, 96])
