@@ -20,6 +20,7 @@ def train(
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("32M:1",),
     architectures: tuple[str, ...] = ARCHITECTURES,
     context: int = 2048,
+    warmup: int = 3,
     rounds: int = 12,
     steps: int = 5,
     device: Device = "auto",
@@ -38,6 +39,8 @@ def train(
         cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
         architectures: What to measure; the first is what the others are compared with.
         context: Tokens per sequence.
+        warmup: Steps of each before any is timed. On a GPU, 30 or more: step times of the first seconds are not those
+            of the rest, because clocks settle and weights leave their start.
         rounds: How many turns each architecture gets; six, or a multiple, give three every order equally often.
         steps: Steps in a turn.
         device: Where to run; the GPU if there is one.
@@ -51,7 +54,7 @@ def train(
     from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth, peak_flops
 
-    positive(rounds=rounds, steps=steps, context=context)
+    positive(warmup=warmup, rounds=rounds, steps=steps, context=context)
     for name in architectures:
         architecture(name)
     chosen = [Case.parse(text) for text in cases]
@@ -68,7 +71,7 @@ def train(
     for case in chosen:
         with console.status("") as status:
             found = bench_train(
-                case, architectures, context, where, dtype, compiled, rounds, steps, profile,
+                case, architectures, context, where, dtype, compiled, warmup, rounds, steps, profile,
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
         console.print(*tables(found))

@@ -24,6 +24,8 @@ from angpt.training.optimizer import total_norm
 
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
+BATCHES = 32
+"""Of different tokens, before the first comes again."""
 GROUPS = {
     "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention is made of CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
@@ -71,6 +73,10 @@ class Result:
     """Of the measured rate of a large matrix product."""
     memory_gib: float
     """Peak of this model and its step; on the CPU that of the whole process."""
+    graph: bool
+    """Whether a pass is a CUDA graph (see `training.graph`)."""
+    rounds_ms: list[float]
+    """Milliseconds per step of each round."""
     first_step_s: float
     """From building the model to the end of its first step."""
     parts_ms: dict[str, float]
@@ -82,23 +88,33 @@ class Result:
 
 
 class Subject:
-    """A model in training on random tokens."""
+    """A model in training, on random tokens that are as frequent as words, and not the same in each step: what a GPU at
+    its power limit multiplies has an influence on how fast it does so."""
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
         start = time.perf_counter()
         with device:  # weights need not be those that the CPU would draw
             model = build(config)
         self.engine = Engine(model, OptimizerConfig(weight_decay=0.0), dtype, compiled)
-        tokens = torch.randint(config.vocab_size, (rows, config.context + 1), device=device)
-        self.batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
-        self.rows, self.device = rows, device
+        frequencies = 1 / torch.arange(1.0, config.vocab_size + 1, device=device)
+        tokens = torch.multinomial(frequencies, BATCHES * rows * (config.context + 1), replacement=True)
+        tokens = tokens.view(BATCHES, rows, config.context + 1)
+        self.batches = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), None) for x in tokens]
+        self.rows, self.device, self.number = rows, device, 0
         self.step()
         synchronize(device)
         self.first_step_s = time.perf_counter() - start
+        self.memory_gib = self.peak_gib()
+        self.engine.record(self.batches[0])
+
+    @property
+    def batch(self) -> Batch:
+        return self.batches[self.number % BATCHES]
 
     def step(self) -> Tensor:
         self.engine.backward(self.batch, self.rows)
-        return self.engine.step(1, LR)
+        self.number += 1
+        return self.engine.step(self.number, LR)
 
     def peak_gib(self) -> float:
         """Memory of the parameters, their copies and moments, and what a step takes beside: not that of other models
@@ -183,6 +199,7 @@ def bench_train(
     device: torch.device,
     dtype: torch.dtype,
     compiled: bool,
+    warmup: int,
     rounds: int,
     steps: int,
     profile: int,
@@ -195,8 +212,8 @@ def bench_train(
         progress(f"{name}: building, compiling, first step")
         config = ModelConfig.size(case.size, architecture=name, context=context)
         subjects[name] = Subject(config, case.rows, device, dtype, compiled)
-    progress("warming up")
-    in_turns({name: s.step for name, s in subjects.items()}, device, rounds=2)
+    progress(f"{warmup} steps to warm up")
+    in_turns({name: s.step for name, s in subjects.items()}, device, rounds=1, calls=warmup)
     progress(f"{rounds} rounds of {steps} steps each")
     seconds = in_turns({name: s.step for name, s in subjects.items()}, device, rounds, steps)
     progress("parts of a step")
@@ -216,7 +233,9 @@ def bench_train(
                 ratio=ratio(seconds[name], seconds[architectures[0]]),
                 tokens_per_s=tokens / step.value,
                 mfu=flops / step.value / peak,
-                memory_gib=subject.peak_gib(),
+                memory_gib=subject.memory_gib,
+                graph=subject.engine.recorded is not None,
+                rounds_ms=[1e3 * s for s in seconds[name]],
                 first_step_s=subject.first_step_s,
                 parts_ms=subject.parts(min(5, rounds)),
                 kernels=kernels[:profile],
@@ -237,7 +256,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
         parts.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for r in results:
         steps.add_row(
-            r.architecture,
+            r.architecture + (" (graph)" if r.graph else ""),
             f"{r.step_ms.value:.2f}",
             f"{r.step_ms.low:.2f}–{r.step_ms.high:.2f}",
             f"{r.ratio.value:.3f}",

@@ -20,6 +20,7 @@ from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
+from angpt.training.graph import Recorded, bound_by_python, clear
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
 
@@ -63,6 +64,8 @@ class Engine:
             reduced = [p for p in self.compute.parameters() if not (self.sharded and p.ndim == 2)]
             self.reducer = Reducer(reduced, {c: p for p, c in self.copies.items()}, ranks.size, wide_reduce)
         self.passes = 1
+        self.recorded: Recorded | None = None
+        self.recordable = bool(self.copies) and compiled and not recompute and ranks is None
         self.device = next(model.parameters()).device
         if compiled:
             compile_parts(self.compute)
@@ -76,15 +79,32 @@ class Engine:
         with attention_backends():
             for i in range(passes):
                 self.synchronize(last=i == passes - 1, passes=passes)
-                loss = self.compute(*batch.rows(i * micro_batch, (i + 1) * micro_batch))
-                torch.autograd.backward(loss)
-                total += loss.detach()
+                total += self.run(batch.rows(i * micro_batch, (i + 1) * micro_batch))
                 if passes > 1:
                     self.gather()
         if self.reducer is not None:
             self.reducer.finish()
         self.passes = passes
         return total / passes
+
+    def run(self, batch: Batch) -> Tensor:
+        """The loss of one pass, whose gradients are added to those at hand."""
+        if self.recorded is not None and self.recorded.fits(batch):
+            return self.recorded(batch)
+        loss = self.compute(*batch)
+        torch.autograd.backward(loss)
+        return loss.detach()
+
+    def record(self, batch: Batch) -> None:
+        """Make a CUDA graph of a pass over such a batch, where Python takes longer for a pass than the GPU does. At
+        least one pass has been made before; gradients are dropped."""
+        if not (self.recordable and self.device.type == "cuda"):
+            return
+        with torch.cuda.device(self.device), attention_backends():
+            if bound_by_python(lambda: self.run(batch)):
+                clear(self.compute)
+                self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
+        clear(self.compute)
 
     def synchronize(self, last: bool, passes: int) -> None:
         """Ranks sum their gradients in the last pass of a step only."""

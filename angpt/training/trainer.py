@@ -7,6 +7,7 @@ these: a run that is killed and resumed repeats, bit by bit on the CPU, what an 
 import dataclasses
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class Trainer:
         self.train_data, self.val_data = train, val
         torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
         self.ranks = world if isinstance(world, Ranks) else None
+        if plan.compile:
+            threading.Thread(target=import_compiler, name="import", daemon=True).start()
         self.model: Decoder = build(self.config.model, self.config.seed)
         if world.strategy != "fsdp":  # where it goes to the device piece by piece
             self.model.to(plan.device)
@@ -218,8 +221,10 @@ class Trainer:
             return
         start = time.perf_counter()
         with self.prefetch(loader) as batches:
-            self.engine.backward(next(batches), self.plan.micro_batch)
+            batch = next(batches)
+        self.engine.backward(batch, self.plan.micro_batch)
         self.engine.optimizer.zero_grad()
+        self.engine.record(batch.rows(0, self.plan.micro_batch))
         self.engine.optimizer.compile_kernels(gathered=self.plan.micro_steps > 1)
         synchronize(self.plan.device)
         self.compile_seconds = time.perf_counter() - start
@@ -322,6 +327,11 @@ class Trainer:
             checkpoint=good.name if good else None,
             environment=environment(self.plan.device) | self.world.environment(),
         )
+
+
+def import_compiler() -> None:
+    """What compiling needs takes seconds to import; weights are drawn meanwhile, which does not need Python."""
+    import torch._inductor.compile_fx  # noqa: F401
 
 
 @contextmanager

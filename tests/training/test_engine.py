@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
@@ -90,3 +91,26 @@ def test_compiled_is_eager(architecture):
             engine.step(number, 1e-2)
         losses.append(engine.loss(batch).item())
     assert losses[6:] == pytest.approx(losses[:6], rel=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypatch):
+    monkeypatch.setattr("angpt.training.engine.bound_by_python", lambda run: bool(run().isfinite()))
+    ends = []
+    for record in (False, True):
+        engine = Engine(tiny(architecture).cuda(), CONFIG, torch.bfloat16, compiled=True)
+        steps = [batch.map(Tensor.cuda) for batch in batches(6)]
+        engine.backward(steps[0], 4 // passes)
+        engine.optimizer.zero_grad()
+        if record:
+            engine.record(steps[0].rows(0, 4 // passes))
+            assert engine.recorded is not None
+        for number, batch in enumerate(steps, start=1):
+            loss = engine.backward(batch, 4 // passes)
+            norm = engine.step(number, 1e-2)
+            ends.append((loss.item(), norm.item()))
+    torch.testing.assert_close(
+        torch.tensor(ends[6:]), torch.tensor(ends[:6]), rtol=2e-3, atol=0
+    )  # attention sums in any order
