@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from angpt.models.primitives import EPS, nu_lerp
+from angpt.models.primitives import EPS
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
@@ -143,7 +143,7 @@ def _update_backward(
             inverse_y = tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
             y *= inverse_y
             dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
-            tl.store(dh_ptr + at, a * dy, inside)
+        tl.store(dh_ptr + at, a * dy, inside)
         along_h += dy * h
         along_x += dy * unit
         d_unit = b * dy
@@ -173,11 +173,11 @@ def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: f
 def update_backward(
     h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h (where the update is normed), of x, and of α, the last still a term for each program."""
+    """The gradients of h, of x, and of α, the last still a term for each program."""
     width, tile = h.shape[-1], _update_tile(h.shape[-1], TILE_BACK, WARPS_BACK)
     n = h.numel() // width
     programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
-    dh, dx = h.new_empty(h.shape if normed else (1,)), torch.empty_like(x)
+    dh, dx = torch.empty_like(h), torch.empty_like(x)
     terms = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(programs,)](
         h, x, alpha, dy, dh, dx, terms, n, width,
@@ -193,11 +193,7 @@ def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float, fl
 
 def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     h, x, alpha = ctx.saved_tensors
-    nu, times, _, normed = ctx.options
     dh, dx, terms = update_backward(h, x, alpha, dy.contiguous(), *ctx.options)
-    if not normed:  # a · dy, in PyTorch: compiled, it is part of the sum with the other gradients of h
-        factor = nu_lerp(alpha) * times if nu else times
-        dh = (dy * ((1 - alpha) * factor)).to(h.dtype)
     return dh, dx, terms.sum(0), None, None, None, None
 
 

@@ -153,9 +153,14 @@ def recompute_blocks(model: Decoder) -> None:
 def compile_parts(model: Decoder) -> None:
     """Compile the block, once for all layers, and the norm before the head where there is one: ready in a fraction of
     the time that the whole takes. Embedding and head are a product each, and stay as they are."""
+    options: dict[str, Any] = {}
+    if next(model.parameters()).is_cuda:
+        from angpt.training.fusion import AddProducts
+
+        options["post_grad_custom_pre_pass"] = AddProducts()
     for part in (*model.blocks, *model.children()):
         if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
-            part.compile(dynamic=False)
+            part.compile(dynamic=False, options=options)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ class Trainer:
         loader = Loader(self.train_data, config.model.context, plan.sequences, config.seed)
         self.peak = peak_flops(plan.device, plan.dtype)
         self.layer_tokens = self.layer_windows()
-        if self.step == 0:
+        if self.step == 0 and plan.layers_every > 0:
             self.record_layers()
         with self.prefetch(loader) as batches:
             self.compile_ahead(loader)
