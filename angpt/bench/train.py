@@ -74,7 +74,7 @@ class Result:
     memory_gib: float
     """Peak of this model and its step; on the CPU that of the whole process."""
     graph: bool
-    """Whether a pass is a CUDA graph (see `training.graph`)."""
+    """Whether a pass is a CUDA graph (see `training.recorded`)."""
     rounds_ms: list[float]
     """Milliseconds per step of each round."""
     first_step_s: float

@@ -20,7 +20,7 @@ from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.training.graph import Recorded, bound_by_python, clear
+from angpt.training.recorded import Recorded, bound_by_python, clear
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
 
