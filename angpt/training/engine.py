@@ -20,9 +20,9 @@ from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.training.recorded import Recorded, bound_by_python, clear
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
+from angpt.training.recorded import Recorded, bound_by_python, clear
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
