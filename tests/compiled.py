@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU that need not be there, and says what became of them: `python -m tests.compiled`.
 
-A process of its own, because tests have Triton interpret kernels. Prints JSON: stack and registers of a thread, and the
-instructions that load from memory, by their kind.
+A process of its own, because tests have Triton interpret kernels. Prints JSON: stack and registers of a thread, bytes
+of shared memory, and the instructions that load from memory, by their kind.
 """
 
 import json
@@ -22,7 +22,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP32, I64 = "*bf16", "*fp32", "*i64"
 
 
-def build(kernel, types: dict[str, str], warps: int, **constants) -> dict:
+def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
     """All pointers and the integers of `types` are multiples of 16."""
     names = kernel.arg_names
     rest = {name: "fp32" for name in names if name not in types and name not in constants}
@@ -33,7 +33,8 @@ def build(kernel, types: dict[str, str], warps: int, **constants) -> dict:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    asm = triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    asm = compiled.asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
@@ -42,6 +43,7 @@ def build(kernel, types: dict[str, str], warps: int, **constants) -> dict:
     found = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     loads = Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
     ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", asm["ptx"])
+    found["shared"] = compiled.metadata.shared
     return found | {"loads": loads + Counter({4: "b32", 8: "v2.b32", 16: "v4.b32"}[int(size, 16)] for size in ahead)}
 
 
@@ -68,10 +70,12 @@ def models() -> dict[str, dict]:
     pair = {"uz_ptr": BF16, "width": "i32"}
     rows = {"w_ptr": BF16, "scale_ptr": FP32, "width": "i32"}
     stream = {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32, "n_rows": "i32", "width": "i32"}
-    lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20, "ROWS": k.TILE // 1024, "COLS": 1024}
-    lerp_back = lerp | {"ROWS": k.TILE_BACK // 1024, "STAGES": k.STAGES}
+    stream_back = stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32}
+    lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20}
     packed = {"qkv_ptr": BF16, "cos_ptr": FP32, "sin_ptr": FP32, "q_gain_ptr": FP32, "k_gain_ptr": FP32}
     packed |= {"n_tokens": "i32", "heads": "i32", "period": "i32"}
+    packed_back = packed | dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), BF16)
+    packed_back |= {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
     normed = {"Q_GAIN": True, "K_GAIN": True, "EPS": 1e-20, "HALF": 16}
     lanes = {"LANES": loss.LANES, "EACH": loss.EACH}
     unit = {"BLOCK": k.BLOCK}
@@ -79,34 +83,23 @@ def models() -> dict[str, dict]:
         "cross-entropy": build(loss._cross_entropy, logits, loss.WARPS, GRADIENT=True, **lanes),
         "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, SCALE=1.0, **unit),
         "swiglu backward": build(k._swiglu_backward, pair | {"dh_ptr": BF16, "duz_ptr": BF16}, 4, SCALE=1.0, **unit),
-        "update": build(k._update, stream | {"y_ptr": BF16}, k.WARPS, **lerp),
-        "update backward": build(
-            k._update_backward,
-            stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32},
-            k.WARPS_BACK,
-            **lerp_back,
-        ),
+        "update": build(k._update, stream | {"y_ptr": BF16}, **lerp, **k._update_tile(1024, k.TILE, k.WARPS)),
+        **{
+            f"update backward, {width}": build(k._update_backward, stream_back, **lerp, **k._update_tile_back(width))
+            for width in (1024, 4096, 16384)
+        },
         "heads": build(
             heads._heads,
             packed | {"q_ptr": BF16, "k_ptr": BF16},
-            heads.WARPS,
             **normed,
-            D=64,
-            HEADS=16,
-            TOKENS=heads.TILE // 1024,
+            **heads._shape(16, 64, heads.TILE, heads.WARPS),
         ),
-        "heads backward": build(
-            heads._heads_backward,
-            packed
-            | dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), BF16)
-            | {"q_terms_ptr": FP32, "k_terms_ptr": FP32},
-            heads.WARPS_BACK,
-            **normed,
-            D=64,
-            HEADS=16,
-            TOKENS=heads.TILE_BACK // 1024,
-            STAGES=heads.STAGES,
-        ),
+        **{
+            f"heads backward, {n} of {d}": build(
+                heads._heads_backward, packed_back, **normed, **heads._shape_back(n, d)
+            )
+            for n, d in ((16, 64), (32, 128), (40, 128))
+        },
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
     }

@@ -1,4 +1,4 @@
-"""Kernels as the compiler makes them for a GPU of today: they fit the registers, and read sixteen bytes at a time."""
+"""Kernels as the compiler makes them for a GPU of today: they fit, and read sixteen bytes at a time."""
 
 import json
 import os
@@ -9,8 +9,12 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
 
+SHARED = 99 * 1024
+"""Bytes that one program can have on the smallest GPUs in use (Ada); Hopper has more than twice as many."""
+WIDE = ("update backward, 16384", "heads backward, 40 of 128")
+"""Several times as wide as the models of the paper: they must run there, if not fast."""
 NARROW = {
-    "heads backward": 4,  # angles: all heads share them, so that a tile has few
+    "heads backward, 16 of 64": 4,  # angles: all heads share them, so that a tile has few
     "project, 1024": 256,  # a number for the head of each column, with as many parts of attention as there can be
     "project, 2048": 256,
 }
@@ -24,6 +28,9 @@ def test_they_fit_the_registers_and_read_wide(folder):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name, found in json.loads(done.stdout).items():
+        assert found["shared"] <= SHARED, name
+        if name in WIDE:
+            continue
         assert found["stack"] <= 16, name  # a register or two at the edge; what this is for are hundreds of bytes
         assert found["loads"].get("v4.b32", 0) > 0, name
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)

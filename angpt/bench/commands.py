@@ -78,8 +78,8 @@ def train(
         results += [dataclasses.asdict(r) for r in found]
         write_json(out, where, results)
     console.print(
-        "Parts are timed apart; constraint is what it adds to the optimizer. MFU is of the matrix product above, with\n"
-        "six FLOPs per matrix entry and token, causal attention at half.",
+        "Parts are timed apart, and without a CUDA graph; constraint is what it adds to the optimizer. MFU is of the\n"
+        "matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
         highlight=False,
     )
 

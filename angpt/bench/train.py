@@ -72,7 +72,7 @@ class Result:
     mfu: float
     """Of the measured rate of a large matrix product."""
     memory_gib: float
-    """Peak of this model and its step; on the CPU that of the whole process."""
+    """Peak of this model and its step, without a CUDA graph; on the CPU that of the whole process."""
     graph: bool
     """Whether a pass is a CUDA graph (see `training.recorded`)."""
     rounds_ms: list[float]
@@ -80,7 +80,8 @@ class Result:
     first_step_s: float
     """From building the model to the end of its first step."""
     parts_ms: dict[str, float]
-    """Each timed apart, with the device idle in between; `constraint` is the part of `optimizer` that it adds."""
+    """Each timed apart and without a CUDA graph, the device idle in between; `constraint` is the part of `optimizer`
+    that it adds."""
     kernels: list[tuple[str, int, float]]
     """Name, calls per step and milliseconds per step of what takes most, where a profile was asked for."""
     groups_ms: dict[str, float]

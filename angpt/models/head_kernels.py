@@ -18,8 +18,8 @@ from angpt.models.primitives import EPS
 TILE, WARPS = 1024, 2
 """Elements of q, or of k, that are in registers at once, and the warps that share them."""
 TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 2048, 4, 2, 1056
-"""The same of the backward pass; the tiles on their way while one is at work; programs, eight for each multiprocessor
-of an H200."""
+"""The same of the backward pass; tiles in shared memory, on their way while one is at work, where they are not larger
+than meant; programs, eight for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -134,6 +134,11 @@ def _shape(heads: int, d: int, tile: int, warps: int) -> dict[str, int]:
     return {"D": d, "HEADS": padded, "TOKENS": tokens, "num_warps": warps}
 
 
+def _shape_back(heads: int, d: int) -> dict[str, int]:
+    shape = _shape(heads, d, TILE_BACK, WARPS_BACK)
+    return shape | {"STAGES": STAGES if shape["HEADS"] * d <= TILE_BACK else 1}
+
+
 @triton_op("angpt::heads", mutates_args={})
 def heads_(qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None) -> list[Tensor]:
     """q and k (B, T, H, D) of a contiguous (B, T, 3, H, D), with gains (H, D)."""
@@ -155,7 +160,7 @@ def heads_backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of qkv and of both gains, the latter still a term for each program."""
     b, t, _, heads, d = qkv.shape
-    shape = _shape(heads, d, TILE_BACK, WARPS_BACK)
+    shape = _shape_back(heads, d)
     programs = min(PROGRAMS, triton.cdiv(b * t, shape["TOKENS"]))
     dqkv = torch.empty_like(qkv)
     q_terms, k_terms = (
@@ -165,7 +170,7 @@ def heads_backward(
     wrap_triton(_heads_backward)[(programs,)](
         qkv, dq, dk, dv, dqkv, cos, sin, qkv if q_gain is None else q_gain, qkv if k_gain is None else k_gain,
         q_terms, k_terms, b * t, heads, cos.numel() // cos.shape[-1],
-        Q_GAIN=q_gain is not None, K_GAIN=k_gain is not None, EPS=EPS, HALF=cos.shape[-1], STAGES=STAGES, **shape,
+        Q_GAIN=q_gain is not None, K_GAIN=k_gain is not None, EPS=EPS, HALF=cos.shape[-1], **shape,
     )  # fmt: skip
     return [dqkv, q_terms, k_terms]
 

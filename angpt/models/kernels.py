@@ -20,8 +20,8 @@ BLOCK = 1024
 TILE, WARPS = 2048, 2
 """Elements of `update` that are in registers at once, and the warps that share them."""
 TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 1024, 2, 3, 528
-"""The same of its backward pass; the tiles on their way while one is at work; programs, four for each multiprocessor
-of an H200."""
+"""The same of its backward pass; tiles in shared memory, on their way while one is at work, where they are not much
+larger than meant; programs, four for each multiprocessor of an H200."""
 
 
 # u · SiLU(z), both halves of one tensor and both times a constant.
@@ -158,6 +158,11 @@ def _update_tile(width: int, tile: int, warps: int) -> dict[str, int]:
     return {"ROWS": max(1, tile // cols), "COLS": cols, "num_warps": min(16, warps * max(1, cols // tile))}
 
 
+def _update_tile_back(width: int) -> dict[str, int]:
+    tile = _update_tile(width, TILE_BACK, WARPS_BACK)
+    return tile | {"STAGES": STAGES if tile["COLS"] <= 4 * TILE_BACK else 1}
+
+
 @triton_op("angpt::update", mutates_args={})
 def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: float, normed: bool) -> Tensor:
     """primitives.update on (…, d), contiguous."""
@@ -174,14 +179,14 @@ def update_backward(
     h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of h, of x, and of α, the last still a term for each program."""
-    width, tile = h.shape[-1], _update_tile(h.shape[-1], TILE_BACK, WARPS_BACK)
+    width, tile = h.shape[-1], _update_tile_back(h.shape[-1])
     n = h.numel() // width
     programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
     dh, dx = torch.empty_like(h), torch.empty_like(x)
     terms = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(programs,)](
         h, x, alpha, dy, dh, dx, terms, n, width,
-        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, STAGES=STAGES, **tile,
+        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile,
     )  # fmt: skip
     return dh, dx, terms
 

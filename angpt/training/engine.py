@@ -6,6 +6,7 @@ where a step takes several passes, are summed in fp32. Vectors (learned scales, 
 """
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
-from angpt.training.recorded import Recorded, bound_by_python, clear
+from angpt.training.recorded import Recorded, clear, held_up_by_python
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
@@ -88,7 +89,7 @@ class Engine:
         return total / passes
 
     def run(self, batch: Batch) -> Tensor:
-        """The loss of one pass, whose gradients are added to those at hand."""
+        """The loss of one pass, whose gradients are left for `gather` or the optimizer, to be taken before the next."""
         if self.recorded is not None and self.recorded.fits(batch):
             return self.recorded(batch)
         loss = self.compute(*batch)
@@ -96,15 +97,21 @@ class Engine:
         return loss.detach()
 
     def record(self, batch: Batch) -> None:
-        """Make a CUDA graph of a pass over such a batch, where Python takes longer for a pass than the GPU does. At
-        least one pass has been made before; gradients are dropped."""
-        if not (self.recordable and self.device.type == "cuda"):
+        """Make a CUDA graph of a pass over such a batch, where launching takes more than half of its time. A pass has
+        been made before; gradients are dropped. Masks of documents have not been tried in graphs, and go without."""
+        if not self.recordable or self.device.type != "cuda" or batch.documents is not None:
             return
         with torch.cuda.device(self.device), attention_backends():
-            if bound_by_python(lambda: self.run(batch)):
-                clear(self.compute)
-                self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
+            if held_up_by_python(lambda: self.run(batch), self.compute):
+                try:
+                    self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
+                except RuntimeError as error:  # no memory, or something that cannot be recorded: slower, no worse
+                    warnings.warn(f"training goes on without a CUDA graph: {error}", stacklevel=2)
+                    torch.cuda.empty_cache()
         clear(self.compute)
+
+    def environment(self) -> dict[str, str]:
+        return {"cuda_graph": "no" if self.recorded is None else "yes"} if self.device.type == "cuda" else {}
 
     def synchronize(self, last: bool, passes: int) -> None:
         """Ranks sum their gradients in the last pass of a step only."""
@@ -155,9 +162,9 @@ def compile_parts(model: Decoder) -> None:
     the time that the whole takes. Embedding and head are a product each, and stay as they are."""
     options: dict[str, Any] = {}
     if next(model.parameters()).is_cuda:
-        from angpt.training.fusion import AddProducts
+        from angpt.training.fusion import ADD_PRODUCTS
 
-        options["post_grad_custom_pre_pass"] = AddProducts()
+        options["post_grad_custom_pre_pass"] = ADD_PRODUCTS
     for part in (*model.blocks, *model.children()):
         if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
             part.compile(dynamic=False, options=options)

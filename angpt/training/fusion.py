@@ -1,5 +1,6 @@
-"""A pass of the compiler: where a gradient that a kernel has written is added to a matrix product, the product is added
-to it in place. A product that adds costs what one that does not costs; the sum alone reads two tensors and writes one.
+"""A pass of the compiler: where one of several outputs of something, a kernel say, is added to a matrix product, the
+product is added to it in place. A product that adds costs what one that does not costs; a sum of its own reads two
+tensors and writes one.
 
 This is how the two gradients of the residual stream meet, that of the update and that of the next matrix.
 """
@@ -32,13 +33,17 @@ class AddProducts(CustomGraphPass):
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             for total, term in (node.args[:2], node.args[1::-1]):
                 product = _unviewed(term)
-                if _of_kernel(total) and product is not None and _alike(total, node):
+                if product is not None and _only_summed(total) and _alike(total, product, node):
                     _replace(graph, node, total, product)
                     break
         graph.eliminate_dead_code()
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
+
+
+ADD_PRODUCTS = AddProducts()
+"""One for all: the compiler takes code that it has made with another one for code made otherwise."""
 
 
 def _unviewed(node: object) -> Node | None:
@@ -52,14 +57,16 @@ def _unviewed(node: object) -> Node | None:
     return None
 
 
-def _of_kernel(node: object) -> bool:
-    """Whether it is one of several outputs of something, and for the sum alone."""
+def _only_summed(node: object) -> bool:
+    """Whether it is one of several outputs of something, and used by the sum alone."""
     return isinstance(node, Node) and node.target is operator.getitem and len(node.users) == 1
 
 
-def _alike(total: Node, node: Node) -> bool:
-    a, b = total.meta["val"], node.meta["val"]
-    return a.shape == b.shape and a.dtype == b.dtype and a.is_contiguous() and not node.kwargs
+def _alike(total: Node, product: Node, node: Node) -> bool:
+    """Whether all three have the same entries in the same order, and the sum no factor."""
+    a, b, c = (n.meta["val"] for n in (total, product, node))
+    shapes = a.shape == c.shape and a.shape[-1] == b.shape[-1] and a.numel() == b.numel()
+    return shapes and a.dtype == b.dtype == c.dtype and a.is_contiguous() and not node.kwargs
 
 
 def _replace(graph: Graph, node: Node, total: Node, product: Node) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from angpt.data.loader import Batch
 
 BUSY = 0.5
-"""The part of the time of a pass that Python takes from which on a graph is made: with less it cannot be in the way,
-with more it sometimes is, because its speed varies."""
+"""A graph is made where launching takes more than this part of the time of a pass: with less Python cannot be in the
+way, with more it sometimes is, because its speed varies."""
 
 
 class Recorded:
@@ -63,14 +63,16 @@ def clear(model: nn.Module) -> None:
         p.grad = None
 
 
-def bound_by_python(run: Callable[[], Tensor]) -> bool:
-    """Whether Python takes most of the time of a pass on the GPU."""
+def held_up_by_python(run: Callable[[], Tensor], model: nn.Module) -> bool:
+    """Whether launching takes more than half of the time of a pass. Gradients are dropped."""
     parts = []
     for _ in range(3):
+        clear(model)
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         launched = time.perf_counter()
         torch.cuda.synchronize()
         parts.append((launched - start) / (time.perf_counter() - start))
+    clear(model)
     return statistics.median(parts) > BUSY

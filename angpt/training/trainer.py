@@ -54,12 +54,14 @@ class Trainer:
         self.train_data, self.val_data = train, val
         torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
         self.ranks = world if isinstance(world, Ranks) else None
+        importing = threading.Thread(target=import_compiler, name="import", daemon=True)
         if plan.compile:
-            threading.Thread(target=import_compiler, name="import", daemon=True).start()
+            importing.start()
         self.model: Decoder = build(self.config.model, self.config.seed)
         if world.strategy != "fsdp":  # where it goes to the device piece by piece
             self.model.to(plan.device)
         if plan.compile:
+            importing.join()  # two threads must not import it at once: its modules import each other
             torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
         self.engine = Engine(
             self.model,
@@ -325,7 +327,7 @@ class Trainer:
             parameters=self.plan.parameters,
             flops_per_token=self.plan.flops_per_token,
             checkpoint=good.name if good else None,
-            environment=environment(self.plan.device) | self.world.environment(),
+            environment=environment(self.plan.device) | self.world.environment() | self.engine.environment(),
         )
 
 

@@ -52,7 +52,19 @@ def test_linear_with_scaled_rows(shape):
     )
 
 
-@pytest.mark.parametrize(("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128), (4, 64, 0)])
+@pytest.fixture
+def few_programs(monkeypatch):
+    """So few that each has several tiles to sum."""
+    from angpt.models import head_kernels, kernels
+
+    for module in (head_kernels, kernels):
+        monkeypatch.setattr(module, "PROGRAMS", 3)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("heads", "d", "rotated"), [(4, 64, 32), (6, 32, 16), (2, 128, 128), (4, 64, 0), (20, 128, 64)]
+)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gain", [None, "one", "each"])
 def test_normed_heads(heads, d, rotated, documents, gain):
@@ -70,7 +82,8 @@ def test_normed_heads(heads, d, rotated, documents, gain):
     compare(function, draw(3, 70, 3 * heads * d), vectors=gains)
 
 
-@pytest.mark.parametrize("d", [1024, 256, 1280, 96])
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("d", [1024, 256, 1280, 96, 5000])
 @pytest.mark.parametrize("normed", [False, True])
 def test_update(d, normed):
     def function(h, x, alpha):

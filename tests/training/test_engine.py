@@ -97,7 +97,7 @@ def test_compiled_is_eager(architecture):
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
 def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypatch):
-    monkeypatch.setattr("angpt.training.engine.bound_by_python", lambda run: bool(run().isfinite()))
+    monkeypatch.setattr("angpt.training.engine.held_up_by_python", lambda run, model: True)
     ends = []
     for record in (False, True):
         engine = Engine(tiny(architecture).cuda(), CONFIG, torch.bfloat16, compiled=True)
@@ -107,6 +107,7 @@ def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypat
         if record:
             engine.record(steps[0].rows(0, 4 // passes))
             assert engine.recorded is not None
+            monkeypatch.setattr(engine.compute, "forward", None)  # from here on, the graph alone
         for number, batch in enumerate(steps, start=1):
             loss = engine.backward(batch, 4 // passes)
             norm = engine.step(number, 1e-2)

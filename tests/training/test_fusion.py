@@ -59,9 +59,33 @@ def wider(x, y, a, b):
     return c[:1] + (a.flatten(0, 1) @ b).view(x.shape), d
 
 
+def smaller(x, y, a, b):
+    c, d = pair(x, y)
+    return c + a[0] @ b, d
+
+
+def one_row(x, y, a, b):
+    c, d = pair(x, y)
+    return c + a[0, :1] @ b, d
+
+
+def other_rows(x, y, a, b):
+    c, d = pair(x, y)
+    return c + (a.view(16, 8) @ b[:8, :4]).view(c.shape), d
+
+
+def other_precision(x, y, a, b):
+    c, d = pair(x, y)
+    return c + (a.flatten(0, 1).bfloat16() @ b.bfloat16()).view(c.shape), d
+
+
 @pytest.mark.parametrize(
     ("function", "replaced"),
-    [(once, 1), (swapped, 1), (needed_later, 0), (product_needed_later, 0), (scaled, 0), (of_an_input, 0), (wider, 0)],
+    [
+        *((function, 1) for function in (once, swapped)),
+        *((function, 0) for function in (needed_later, product_needed_later, scaled, of_an_input)),
+        *((function, 0) for function in (wider, smaller, one_row, other_rows, other_precision)),
+    ],
 )
 def test_sums_in_place(function, replaced):
     torch.compiler.reset()
@@ -94,6 +118,6 @@ def test_the_gradients_of_the_residual_stream_meet_in_products():
     for architecture in ("ngpt", "angpt"):  # twice the stream and its branch: before attention, before the MLP
         assert found[architecture]["angpt.add_product_.default"] == 2
         assert found[architecture]["aten.mm.default"] == 6  # of eight, the other two add
-        assert found[architecture]["aten.copy_.default"] == 0
+        assert found[architecture]["aten.clone.default"] == 0  # which they would be added to, could it not be in place
     assert found["gpt+"]["angpt.add_product_.default"] == 0  # there the sum is part of a norm's gradient
     assert found["gpt+"]["aten.mm.default"] == 8
