@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
+WIDTH = 110
+"""Columns that the widest table takes."""
 
 
 def train(
@@ -59,7 +61,7 @@ def train(
         architecture(name)
     chosen = [Case.parse(text) for text in cases]
     where, dtype = _device(device), _dtype(precision, device)
-    console = Console()
+    console = _console()
     console.print(_machine(device), highlight=False)
     console.print(
         f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
@@ -107,7 +109,7 @@ def optimizer(
 
     positive(rounds=rounds)
     where = _device(device)
-    console = Console()
+    console = _console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
@@ -143,7 +145,7 @@ def moments(
     positive(rounds=rounds, context=context)
     chosen, where = Case.parse(case), _device(device)
     configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
-    console = Console()
+    console = _console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         compiled = where.type == "cuda"
@@ -175,7 +177,7 @@ def data(
 
     positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
     where = _device(device)
-    console = Console()
+    console = _console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
@@ -228,7 +230,7 @@ def decode(
         architecture(name)
     where, dtype = _device(device), _dtype(precision, device)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console = Console()
+    console = _console()
     console.print(_machine(device), highlight=False)
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
     if transformers and not reference:
@@ -256,6 +258,12 @@ def _dtype(precision: Precision, device: Device) -> "torch.dtype":
 
     low = precision == "bf16" or (precision == "auto" and _device(device).type == "cuda")
     return torch.bfloat16 if low else torch.float32
+
+
+def _console() -> Console:
+    """Wide enough for the tables: in a narrower window lines wrap, and no digit is lost."""
+    console = Console()
+    return Console(width=max(console.width, WIDTH))
 
 
 def _machine(device: Device) -> str:
