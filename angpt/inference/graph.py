@@ -60,7 +60,7 @@ SUM = {"lerp": False, "positive_alpha": False, "nu_alpha": False, "update_factor
 NOTHING: Facts = {}
 
 BLOCK: dict[str, dict[Callable[..., Any], Facts]] = {
-    "heads": {decoder.Block.heads: NOTHING},
+    "normed_heads": {decoder.Block.normed_heads: NOTHING},
     "attend": {decoder.Block.attend: NOTHING, variants.AttentionFactor.Block.attend: NOTHING},
     "attention": {
         gptplus.Block.attention: PRE | {"qk": "g"},

@@ -18,7 +18,6 @@ from angpt.models.primitives import (
     cross_entropy,
     make_context,
     normed_heads,
-    split_heads,
     wide,
 )
 
@@ -33,9 +32,6 @@ class Block(nn.Module, ABC):
         self.W_p = Linear(cfg.d_model, cfg.d_model)
         self.W_uz = Linear(cfg.d_model, 2 * cfg.d_mlp)
         self.W_d = Linear(cfg.d_mlp, cfg.d_model)
-
-    def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return split_heads(qkv, self.d_head)
 
     def normed_heads(
         self, qkv: Tensor, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None

@@ -140,7 +140,7 @@ def _shape_back(heads: int, d: int) -> dict[str, int]:
 
 
 @triton_op("angpt::heads", mutates_args={})
-def heads_(qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None) -> list[Tensor]:
+def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None) -> list[Tensor]:
     """q and k (B, T, H, D) of a contiguous (B, T, 3, H, D), with gains (H, D)."""
     b, t, _, heads, d = qkv.shape
     shape = _shape(heads, d, TILE, WARPS)
@@ -181,7 +181,7 @@ class Heads(torch.autograd.Function):
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, cos, sin, q_gain, k_gain)
-        q, k = heads_(qkv, cos, sin, q_gain, k_gain)
+        q, k = rotated_heads(qkv, cos, sin, q_gain, k_gain)
         return q, k, qkv[:, :, 2]
 
     @staticmethod

@@ -15,7 +15,7 @@ from angpt.models.constraints import Constraint
 from angpt.models.decoder import Decoder
 from angpt.models.gptplus import GPTPlus
 from angpt.models.ngpt import NGPT
-from angpt.models.primitives import NO_FACTOR, Context, LearnedScale, LerpFactor, RMSNorm, norm, update
+from angpt.models.primitives import NO_FACTOR, Context, LearnedScale, LerpFactor, RMSNorm, norm, split_heads, update
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -58,7 +58,7 @@ class NoQKNorm(GPTPlus):
             del self.g
 
         def attention(self, h: Tensor, ctx: Context) -> Tensor:
-            q, k, v = self.heads(self.W_qkv(self.norm_a(h)))
+            q, k, v = split_heads(self.W_qkv(self.norm_a(h)), self.d_head)
             return self.W_p(self.attend(ctx.rotate(q) / math.sqrt(self.d_head), ctx.rotate(k), v, ctx))
 
 

@@ -12,8 +12,8 @@ from angpt.errors import UserError
 from angpt.inference import folded as folded_module
 from angpt.inference.commands import all_graphs
 from angpt.inference.fold import fold
-from angpt.inference.graph import operations, read_graph
-from angpt.models import angpt, gptplus
+from angpt.inference.graph import BLOCK, operations, read_graph
+from angpt.models import angpt, decoder, gptplus
 from angpt.models.angpt import AnGPT
 from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm
@@ -117,6 +117,11 @@ def test_the_graph_reads_scaled_factors_off_the_model() -> None:
     assert graphs["angpt/const-x0.5"].nu_uz == graphs["angpt"].nu_uz / 2
     assert not graphs["angpt/no-residual-factor"].nu_alpha
     assert graphs["angpt/attention-factor"] == graphs["angpt"]
+
+
+def test_every_method_that_an_architecture_may_change_is_looked_at() -> None:
+    methods = {name for name in vars(decoder.Block) if not name.startswith("_")}
+    assert methods == BLOCK.keys()
 
 
 def test_an_unknown_operation_is_refused_by_its_name() -> None:
