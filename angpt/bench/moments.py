@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from angpt.bench.measure import Interval, in_turns, median, ratio
-from angpt.bench.train import Subject
+from angpt.bench.train import Subject, record_alike
 from angpt.config import ModelConfig
 from angpt.training.moments import CLOSEST, MomentRecorder
 
@@ -30,6 +30,7 @@ def bench_moments(
     results = []
     for config in configs:
         subject = Subject(config, rows, device, dtype, compiled)
+        record_alike([subject])
         recorder = MomentRecorder(subject.engine.optimizer, subject.engine.model.matrices(), CLOSEST)
 
         def record(recorder: MomentRecorder = recorder) -> None:

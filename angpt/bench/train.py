@@ -106,7 +106,6 @@ class Subject:
         synchronize(device)
         self.first_step_s = time.perf_counter() - start
         self.memory_gib = self.peak_gib()
-        self.engine.record(self.batches[0])
 
     @property
     def batch(self) -> Batch:
@@ -185,6 +184,13 @@ class Subject:
         return sorted(rows, key=lambda row: -row[2])
 
 
+def record_alike(subjects: Sequence[Subject]) -> None:
+    """A CUDA graph for each where `angpt train` would make one for any of them: near the border they would differ."""
+    if any(subject.engine.held_up(subject.batch) for subject in subjects):
+        for subject in subjects:
+            subject.engine.record(subject.batch)
+
+
 def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
     """Milliseconds of each of GROUPS, of other, and of all."""
     found = dict.fromkeys((*GROUPS, "other"), 0.0) if kernels else {}
@@ -213,6 +219,7 @@ def bench_train(
         progress(f"{name}: building, compiling, first step")
         config = ModelConfig.size(case.size, architecture=name, context=context)
         subjects[name] = Subject(config, case.rows, device, dtype, compiled)
+    record_alike([*subjects.values()])
     progress(f"{warmup} steps to warm up")
     in_turns({name: s.step for name, s in subjects.items()}, device, rounds=1, calls=warmup)
     progress(f"{rounds} rounds of {steps} steps each")

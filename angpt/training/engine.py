@@ -23,7 +23,7 @@ from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
 from angpt.training.optimizer import Adam
 from angpt.training.parallel import Ranks, Reducer
-from angpt.training.recorded import Recorded, clear, held_up_by_python
+from angpt.training.recorded import Recorded, held_up_by_python
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
@@ -66,8 +66,10 @@ class Engine:
             self.reducer = Reducer(reduced, {c: p for p, c in self.copies.items()}, ranks.size, wide_reduce)
         self.passes = 1
         self.recorded: Recorded | None = None
-        self.recordable = bool(self.copies) and compiled and not recompute and ranks is None
         self.device = next(model.parameters()).device
+        self.recordable = (
+            self.device.type == "cuda" and compiled and bool(self.copies) and not recompute and ranks is None
+        )
         if compiled:
             compile_parts(self.compute)
 
@@ -96,19 +98,23 @@ class Engine:
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def record(self, batch: Batch) -> None:
-        """Make a CUDA graph of a pass over such a batch, where launching takes more than half of its time. A pass has
-        been made before; gradients are dropped. Masks of documents have not been tried in graphs, and go without."""
-        if not self.recordable or self.device.type != "cuda" or batch.documents is not None:
-            return
+    def held_up(self, batch: Batch) -> bool:
+        """Whether launching takes more than half of the time of a pass over such a batch, so that a CUDA graph pays. A
+        pass has been made before; gradients are dropped. Masks of documents have not been tried in graphs: never."""
+        if not self.recordable or batch.documents is not None:
+            return False
         with torch.cuda.device(self.device), attention_backends():
-            if held_up_by_python(lambda: self.run(batch), self.compute):
-                try:
-                    self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
-                except RuntimeError as error:  # no memory, or something that cannot be recorded: slower, no worse
-                    warnings.warn(f"training goes on without a CUDA graph: {error}", stacklevel=2)
-                    torch.cuda.empty_cache()
-        clear(self.compute)
+            return held_up_by_python(lambda: self.run(batch), self.compute)
+
+    def record(self, batch: Batch) -> None:
+        """Make a CUDA graph of a pass over such a batch; gradients are dropped."""
+        try:
+            with torch.cuda.device(self.device), attention_backends():
+                self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
+        except RuntimeError as error:  # no memory, or something that cannot be recorded: slower, no worse
+            warnings.warn(f"training goes on without a CUDA graph: {error}", stacklevel=2)
+            self.compute.zero_grad()
+            torch.cuda.empty_cache()
 
     def environment(self) -> dict[str, str]:
         return {"cuda_graph": "no" if self.recorded is None else "yes"} if self.device.type == "cuda" else {}

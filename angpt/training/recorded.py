@@ -28,7 +28,7 @@ class Recorded:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # once as it will be recorded: libraries keep a workspace for each stream
             torch.autograd.backward(loss(self.batch))
-        clear(model)
+        model.zero_grad()
         # Other threads may do as they please meanwhile: the one that prepares batches allocates pinned memory.
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             value = loss(self.batch)
@@ -37,16 +37,15 @@ class Recorded:
         found = [(p, p.grad) for p in model.parameters() if p.grad is not None]
         self.matrices = [(p, g) for p, g in found if p.ndim == 2]
         self.vectors, self.terms = zip(*((p, g) for p, g in found if p.ndim < 2), strict=True)
-        clear(model)
+        model.zero_grad()
 
     def fits(self, batch: Batch) -> bool:
-        return [x.shape for x in batch if x is not None] == [x.shape for x in self.batch if x is not None]
+        return batch.inputs.shape == self.batch.inputs.shape and batch.documents is None
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss, good until the next call, as are the gradients of matrices; those of vectors add up."""
-        for ours, theirs in zip(self.batch, batch, strict=True):
-            if ours is not None and theirs is not None:
-                ours.copy_(theirs, non_blocking=True)
+        self.batch.inputs.copy_(batch.inputs)
+        self.batch.targets.copy_(batch.targets)
         self.graph.replay()
         for p, g in self.matrices:
             p.grad = g
@@ -58,21 +57,16 @@ class Recorded:
         return self.loss
 
 
-def clear(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
 def held_up_by_python(run: Callable[[], Tensor], model: nn.Module) -> bool:
     """Whether launching takes more than half of the time of a pass. Gradients are dropped."""
     parts = []
     for _ in range(3):
-        clear(model)
+        model.zero_grad()
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         launched = time.perf_counter()
         torch.cuda.synchronize()
         parts.append((launched - start) / (time.perf_counter() - start))
-    clear(model)
+    model.zero_grad()
     return statistics.median(parts) > BUSY

@@ -1,6 +1,7 @@
 """What `angpt bench` computes from its measurements, and that each of them runs on the CPU."""
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from angpt.bench import optimizer
 from angpt.bench.measure import Interval, in_turns, median, orders, ratio
-from angpt.bench.train import PARTS, Case, grouped
+from angpt.bench.train import PARTS, Case, grouped, record_alike
 from angpt.cli import main
 from angpt.config import ModelConfig
 from angpt.errors import UserError
@@ -108,3 +109,10 @@ def test_mistakes_are_one_line(arguments, message, capsys):
         main(["bench", *arguments, "--device", "cpu"])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("held_up", "recorded"), [((False, False), 0), ((False, True), 2), ((True, False), 2)])
+def test_all_passes_are_graphs_or_none(held_up, recorded):
+    subjects = [mock.Mock(**{"engine.held_up.return_value": value}) for value in held_up]
+    record_alike(subjects)
+    assert sum(subject.engine.record.call_count for subject in subjects) == recorded
