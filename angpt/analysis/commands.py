@@ -116,17 +116,14 @@ def show(
 
 
 def print_tables(console: "rich.console.Console", analysis: "Analysis") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from angpt.analysis.claims import claims
     from angpt.analysis.tables import tables
+    from angpt.system import wide_enough
 
     for table in tables(analysis):
-        shown = table.rich()
-        # Rather lines that wrap than numbers that are cut off.
-        needed = console.measure(shown, options=console.options.update(width=1000)).maximum
-        Console(width=max(console.width, needed)).print(shown)
+        wide_enough(console, shown := table.rich()).print(shown)
     if found := claims(analysis):
         summary = Table(
             "the paper", "here", "holds", title="The paper's picture", title_justify="left", show_lines=True

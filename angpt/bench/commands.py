@@ -9,13 +9,12 @@ from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
+from angpt.system import wide_enough
 
 if TYPE_CHECKING:
     import torch
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
-WIDTH = 110
-"""Columns that the widest table takes."""
 
 
 def train(
@@ -61,7 +60,7 @@ def train(
         architecture(name)
     chosen = [Case.parse(text) for text in cases]
     where, dtype = _device(device), _dtype(precision, device)
-    console = _console()
+    console = Console()
     console.print(_machine(device), highlight=False)
     console.print(
         f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
@@ -76,7 +75,7 @@ def train(
                 case, architectures, context, where, dtype, compiled, warmup, rounds, steps, profile,
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        console.print(*tables(found))
+        wide_enough(console, *(shown := tables(found))).print(*shown)
         results += [dataclasses.asdict(r) for r in found]
         write_json(out, where, results)
     console.print(
@@ -109,11 +108,11 @@ def optimizer(
 
     positive(rounds=rounds)
     where = _device(device)
-    console = _console()
+    console = Console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
-    console.print(table(results))
+    wide_enough(console, shown := table(results)).print(shown)
     write_json(out, where, [dataclasses.asdict(r) for r in results])
 
 
@@ -145,12 +144,12 @@ def moments(
     positive(rounds=rounds, context=context)
     chosen, where = Case.parse(case), _device(device)
     configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
-    console = _console()
+    console = Console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         compiled = where.type == "cuda"
         results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
-    console.print(table(results))
+    wide_enough(console, shown := table(results)).print(shown)
     write_json(out, where, [dataclasses.asdict(r) for r in results])
 
 
@@ -177,11 +176,11 @@ def data(
 
     positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
     where = _device(device)
-    console = _console()
+    console = Console()
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
-    console.print(table(results))
+    wide_enough(console, shown := table(results)).print(shown)
     write_json(out, where, [dataclasses.asdict(r) for r in results])
 
 
@@ -230,7 +229,7 @@ def decode(
         architecture(name)
     where, dtype = _device(device), _dtype(precision, device)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console = _console()
+    console = Console()
     console.print(_machine(device), highlight=False)
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
     if transformers and not reference:
@@ -242,7 +241,7 @@ def decode(
                 size, architectures, batch, steps, prompt, tokens, where, dtype, rounds, reference,
                 lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        console.print(*tables(found))
+        wide_enough(console, *(shown := tables(found))).print(*shown)
         results += [dataclasses.asdict(r) for r in found]
         write_json(out, where, results)
 
@@ -258,12 +257,6 @@ def _dtype(precision: Precision, device: Device) -> "torch.dtype":
 
     low = precision == "bf16" or (precision == "auto" and _device(device).type == "cuda")
     return torch.bfloat16 if low else torch.float32
-
-
-def _console() -> Console:
-    """Wide enough for the tables: in a narrower window lines wrap, and no digit is lost."""
-    console = Console()
-    return Console(width=max(console.width, WIDTH))
 
 
 def _machine(device: Device) -> str:

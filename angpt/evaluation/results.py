@@ -14,7 +14,7 @@ from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.tasks import TASKS
-from angpt.system import write_atomically
+from angpt.system import wide_enough, write_atomically
 
 FOLDER, RESULTS, SCORES = "eval", "results.json", "scores"
 
@@ -174,18 +174,14 @@ def number(value: tuple[float, float | None] | None) -> str:
 
 
 def show(models: Sequence[Results], console: Console) -> None:
-    """The lines as a table, the best value bold, and which weights each column stands for.
-
-    The table is as wide as it must be: a terminal breaks long lines better than a table its cells.
-    """
+    """The lines as a table, the best value bold, and which weights each column stands for."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("", "metric", "size", *headings(models)):
         table.add_column(Text(heading), justify="left" if heading in ("", "metric") else "right", no_wrap=True)
     for line in lines(models):
         cells = [Text(number(v), style="bold" if i == line.best else "") for i, v in enumerate(line.values)]
         table.add_row(Text(line.label), f"{line.metric} {'↑' if line.higher else '↓'}", line.samples, *cells)
-    needed = console.measure(table, options=console.options.update(width=10_000)).maximum
-    wide = Console(file=console.file, width=max(console.width, needed))
+    wide = wide_enough(console, table)
     wide.print(table)
     for name, model in zip(headings(models), models, strict=True):
         wide.print(Text(f"{name}: weights {model.model.weights[:16]}"))
