@@ -71,6 +71,8 @@ def models() -> dict[str, dict]:
     rows = {"w_ptr": BF16, "scale_ptr": FP32, "width": "i32"}
     stream = {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32, "n_rows": "i32", "width": "i32"}
     stream_back = stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32}
+    norm_back = dict.fromkeys(("x_ptr", "dy_ptr", "total_ptr", "dx_ptr"), BF16)
+    norm_back |= {"gain_ptr": FP32, "terms_ptr": FP32, "n_rows": "i32", "width": "i32"}
     lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20}
     packed = {"qkv_ptr": BF16, "cos_ptr": FP32, "sin_ptr": FP32, "q_gain_ptr": FP32, "k_gain_ptr": FP32}
     packed |= {"n_tokens": "i32", "heads": "i32", "period": "i32"}
@@ -86,6 +88,12 @@ def models() -> dict[str, dict]:
         "update": build(k._update, stream | {"y_ptr": BF16}, **lerp, **k._update_tile(1024, k.TILE, k.WARPS)),
         **{
             f"update backward, {width}": build(k._update_backward, stream_back, **lerp, **k._update_tile_back(width))
+            for width in (1024, 4096, 16384)
+        },
+        **{
+            f"rms backward, {width}": build(
+                k._rms_backward, norm_back, ADD=True, EPS=1e-20, **k._update_tile_back(width)
+            )
             for width in (1024, 4096, 16384)
         },
         "heads": build(

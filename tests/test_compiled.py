@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed (it is there for L
 
 SHARED = 99 * 1024
 """Bytes that one program can have on the smallest GPUs in use (Ada); Hopper has more than twice as many."""
-WIDE = ("update backward, 16384", "heads backward, 40 of 128")
+WIDE = ("update backward, 16384", "rms backward, 16384", "heads backward, 40 of 128")
 """Several times as wide as the models of the paper: they must run there, if not fast."""
 NARROW = {
     "heads backward, 16 of 64": 4,  # angles: all heads share them, so that a tile has few

@@ -1,7 +1,8 @@
-"""The backward pass of a block as the compiler gets it for a GPU that need not be there: `python -m tests.traced`.
+"""Both passes of a block as the compiler gets them for a GPU that need not be there: `python -m tests.traced`.
 
-A process of its own, because tests have Triton interpret kernels. Prints JSON: for each architecture, how often each
-operation occurs after the passes of the compiler over the graph, of those that add products to gradients or copy.
+A process of its own, because tests have Triton interpret kernels. Prints JSON: for each architecture and pass, how
+often operations that multiply, add or copy what is as large as the residual stream are left after the compiler's passes
+over the graph.
 """
 
 import json
@@ -15,6 +16,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import detect_fake_mode
 from torch._inductor import config
+from torch._inductor.compile_fx import partition_fn
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
@@ -22,7 +24,7 @@ from angpt.config import ModelConfig
 from angpt.models import primitives
 from angpt.models.variants import build
 from angpt.training.engine import low_precision
-from angpt.training.fusion import AddProducts
+from angpt.training.fusion import OPTIONS
 from tests.compiled import HOPPER
 
 
@@ -37,27 +39,35 @@ class Stop(Exception):
     """Traced; there is nothing to run it on."""
 
 
-def operations(architecture: str) -> Counter:
-    found = Counter()
+def operations(architecture: str) -> dict[str, Counter]:
+    found = {}
+
+    def passes(module, examples):
+        with V.set_fake_mode(detect_fake_mode(examples)):
+            post_grad_passes(module, is_inference=False)
+        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+        small = [n for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.numel() < h.numel()]
+        return Counter(str(node.target).rpartition(".")[0] for node in nodes if node not in small)
 
     def backward(module, examples):
-        with config.patch(post_grad_custom_pre_pass=AddProducts()), V.set_fake_mode(detect_fake_mode(examples)):
-            post_grad_passes(module, is_inference=False)
-        found.update(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        found["backward"] = passes(module, examples)
         return make_boxed_func(module.forward)
 
     def forward(module, examples):
         def stop(*inputs):
             raise Stop
 
+        found["forward"] = passes(module, examples)
         return make_boxed_func(stop)
 
     size = ModelConfig(architecture=architecture, d_model=128, n_layers=1, n_heads=2, vocab_size=64, context=64)
     model = low_precision(build(size), torch.bfloat16)
     h = torch.zeros(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-    compiled = torch.compile(model.blocks[0], backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn)
+    compiled = torch.compile(model.blocks[0], backend=backend)
     try:
-        compiled(h, primitives.make_context(h.float(), size.rotary_dim, size.rotary_base))
+        with config.patch(OPTIONS):
+            compiled(h, primitives.make_context(h.float(), size.rotary_dim, size.rotary_base))
     except Stop:
         return found
     raise AssertionError("nothing was compiled")
@@ -67,5 +77,6 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     torch._functorch.config.force_non_lazy_backward_lowering = True
     primitives.use_kernels = lambda x: x.dtype == torch.bfloat16
-    names = ("angpt.add_product_.default", "aten.clone.default", "aten.mm.default")
-    json.dump({name: {n: operations(name)[n] for n in names} for name in sys.argv[1:]}, sys.stdout)
+    names = ("angpt.add_product_", "aten.mm", "aten.add", "aten.clone")
+    traced = {name: operations(name) for name in sys.argv[1:]}
+    json.dump({k: {which: [c[n] for n in names] for which, c in v.items()} for k, v in traced.items()}, sys.stdout)

@@ -31,7 +31,7 @@ GROUPS = {
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
     "SwiGLU": r"^_swiglu",
     "norm of rotated q and k": r"^_heads",
-    "residual update": r"^_update",
+    "residual update, gradient of norms": r"^_(update|rms)",
     "scaled rows": r"^_scale_rows",
     "cross-entropy": r"^_(cross_entropy|multiply)",
     "optimizer": r"^_(rows|columns|squares)|multi_tensor",

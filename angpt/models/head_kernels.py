@@ -2,6 +2,7 @@
 
 `primitives.normed_heads` is the plain form. Rotation and norm commute, so that a program loads unrotated vectors, and
 once more with the two halves of the rotated part exchanged. A tile has all heads of its tokens: they share the angles.
+As in `kernels`, the last tokens come first.
 """
 
 from typing import Any
@@ -53,7 +54,7 @@ def _heads(
     Q_GAIN: tl.constexpr, K_GAIN: tl.constexpr, EPS: tl.constexpr,
     HALF: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    tokens = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     head, cols = tl.arange(0, HEADS)[None, :, None], tl.arange(0, D)[None, None, :]
     inside, width = (tokens < n_tokens) & (head < heads), heads * D
     row, out = tokens * 3 * width + head * D, tokens * width + head * D + cols
@@ -104,7 +105,7 @@ def _heads_backward(
     q_terms = tl.zeros((TOKENS, HEADS, D), tl.float32)
     k_terms = tl.zeros((TOKENS, HEADS, D), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_tokens, TOKENS), tl.num_programs(0), num_stages=STAGES):
-        tokens = tile * TOKENS + tl.arange(0, TOKENS)[:, None, None].to(tl.int64)
+        tokens = (tl.cdiv(n_tokens, TOKENS) - 1 - tile) * TOKENS + tl.arange(0, TOKENS)[:, None, None].to(tl.int64)
         inside = (tokens < n_tokens) & (head < heads)
         row, dy_row = tokens * 3 * width + head * D, tokens * width + head * D
         cos, sin = _angles(cos_ptr, sin_ptr, tokens, cols, period, HALF)

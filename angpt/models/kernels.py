@@ -2,6 +2,9 @@
 
 Each has its plain form in `primitives`, which is what runs on the CPU and in fp32, and what the tests compare with.
 docs/performance.md says what each of them buys.
+
+All begin with the last rows: those the product before has written last, and they may still be in the cache, as the
+first ones may be when the product after begins with them.
 """
 
 from typing import Any
@@ -13,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from angpt.models.primitives import EPS
+from angpt.models.primitives import EPS, rms, wide
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
 BLOCK = 1024
-TILE, WARPS = 2048, 2
+TILE, WARPS = 1024, 2
 """Elements of `update` that are in registers at once, and the warps that share them."""
 TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 1024, 2, 3, 528
 """The same of its backward pass; tiles in shared memory, on their way while one is at work, where they are not much
@@ -31,7 +34,7 @@ larger than meant; programs, four for each multiprocessor of an H200."""
 def _place(width, BLOCK: tl.constexpr):
     """Row and columns of a program, neighbours along the row."""
     blocks = tl.cdiv(width, BLOCK)
-    program = tl.program_id(0)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     return (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
 
 
@@ -108,11 +111,11 @@ def _update(
     NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
-    h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
+    h = tl.load(h_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)  # y is what is needed next
+    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * SCALE
     a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
     y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
     if NORMED:
@@ -131,7 +134,7 @@ def _update_backward(
     along_h = tl.zeros((ROWS, COLS), tl.float32)  # summed over rows at the end: that takes all warps
     along_x = tl.zeros((ROWS, COLS), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        rows = (tl.cdiv(n_rows, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
         h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
@@ -203,6 +206,75 @@ def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 update.register_autograd(_update_gradient, setup_context=_save_update)
+
+
+# The gradient of rms(x) · gain, which may be added to another of x: `training.fusion` has it so where there is one.
+
+
+@triton.jit
+def _rms_backward(
+    x_ptr, gain_ptr, dy_ptr, total_ptr, dx_ptr, terms_ptr, n_rows, width,
+    ADD: tl.constexpr, EPS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, COLS)[None, :]
+    gain = tl.load(gain_ptr + cols, cols < width, 0.0)
+    along = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = (tl.cdiv(n_rows, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
+        unit = x * inverse
+        along += dy * unit
+        d_unit = dy * gain
+        parallel = tl.sum(x * d_unit, axis=1, keep_dims=True) * inverse / width
+        dx = (d_unit - unit * parallel) * inverse
+        if ADD:
+            dx += tl.load(total_ptr + at, inside, 0.0).to(tl.float32)
+        tl.store(dx_ptr + at, dx, inside)
+    tl.store(terms_ptr + tl.program_id(0) * width + cols, tl.sum(along, axis=0, keep_dims=True), cols < width)
+
+
+def _rms_results(x: Tensor) -> tuple[Tensor, Tensor]:
+    programs = min(PROGRAMS, triton.cdiv(x.numel() // x.shape[-1], _update_tile_back(x.shape[-1])["ROWS"]))
+    return torch.empty_like(x), torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+
+
+def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradient of x, added to another where one is given, and that of the gain, still a term for each program."""
+    width, (dx, terms) = x.shape[-1], _rms_results(x)
+    _rms_backward[(len(terms),)](
+        x, gain, dy, x if total is None else total, dx, terms, x.numel() // width, width,
+        ADD=total is not None, EPS=EPS, **_update_tile_back(width),
+    )  # fmt: skip
+    return dx, terms
+
+
+# Not a triton_op: the compiler would see the kernel in its place, and `training.fusion` could not tell what it is.
+torch.library.define("angpt::rms_backward", "(Tensor x, Tensor gain, Tensor dy, Tensor? total) -> (Tensor, Tensor)")
+torch.library.impl("angpt::rms_backward", "CompositeExplicitAutograd", rms_backward)
+torch.library.register_fake("angpt::rms_backward", lambda x, gain, dy, total: _rms_results(x))
+
+
+class ScaledRms(torch.autograd.Function):
+    """Forward, compiled PyTorch is as good as it can be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain)
+        return (rms(wide(x)) * gain).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        dx, terms = torch.ops.angpt.rms_backward(*ctx.saved_tensors, gradients[0].contiguous(), None)
+        return dx, terms.sum(0)
+
+
+def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
+    """rms(x) times a vector, of (…, d), contiguous."""
+    result: Tensor = ScaledRms.apply(x, gain.contiguous())  # type: ignore[no-untyped-call]
+    return result
 
 
 # W x with the rows of W scaled: the scaled matrix is made once more for the backward pass rather than kept for it, and

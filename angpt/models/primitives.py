@@ -163,7 +163,12 @@ class RMSNorm(nn.Module):
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (rms(wide(x)) * (self.gamma * self.factor)).to(x.dtype)
+        gain = self.gamma * self.factor
+        if use_kernels(x):
+            from angpt.models import kernels
+
+            return kernels.scaled_rms(x.contiguous(), gain)
+        return (rms(wide(x)) * gain).to(x.dtype)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -168,9 +168,9 @@ def compile_parts(model: Decoder) -> None:
     the time that the whole takes. Embedding and head are a product each, and stay as they are."""
     options: dict[str, Any] = {}
     if next(model.parameters()).is_cuda:
-        from angpt.training.fusion import ADD_PRODUCTS
+        from angpt.training import fusion
 
-        options["post_grad_custom_pre_pass"] = ADD_PRODUCTS
+        options = fusion.OPTIONS
     for part in (*model.blocks, *model.children()):
         if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
             part.compile(dynamic=False, options=options)

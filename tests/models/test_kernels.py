@@ -7,6 +7,7 @@ from angpt.models.primitives import (
     NO_FACTOR,
     LerpFactor,
     Linear,
+    RMSNorm,
     cross_entropy,
     make_context,
     normed_heads,
@@ -92,6 +93,31 @@ def test_update(d, normed):
     compare(function, draw(3, 71, d), draw(3, 71, d), vectors=(torch.rand(d, device=DEVICE, requires_grad=True),))
 
 
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("d", [1024, 96, 5000])
+def test_rms(d):
+    norm = RMSNorm(d, factor=0.7).to(DEVICE)
+
+    def function(x, gamma):
+        return torch.func.functional_call(norm, {"gamma": gamma}, (x,))
+
+    compare(function, draw(3, 71, d), vectors=(torch.rand(d, device=DEVICE, requires_grad=True),))
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_gradient_of_rms_added_to_another():
+    from angpt.models.kernels import rms_backward
+
+    x, dy, total = (draw(5, 7, 96).detach() for _ in range(3))
+    gain = torch.rand(96, device=DEVICE)
+    before = total.clone()
+    alone, terms = rms_backward(x, gain, dy, None)
+    both, same = rms_backward(x, gain, dy, total)
+    expected = total.double() + alone.double()
+    assert (both.double() - expected).norm() <= ROUNDING * expected.norm()
+    torch.testing.assert_close((same, total), (terms, before), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.25])
 @pytest.mark.parametrize("vocabulary", [100, 8192, 9001])
 def test_cross_entropy(weight, vocabulary):
@@ -121,5 +147,9 @@ def test_views_are_taken_as_they_are():
     h, x = draw(64, 5, 3).permute(1, 2, 0), draw(64, 5, 3).permute(1, 2, 0)
     alpha = torch.rand(64, device=DEVICE)
     torch.testing.assert_close(update(h, x, alpha), update(h.contiguous(), x.contiguous(), alpha), rtol=0, atol=0)
-    uz = draw(64, 5, 3).permute(1, 2, 0)
-    torch.testing.assert_close(swiglu(uz), swiglu(uz.contiguous()), rtol=0, atol=0)
+    torch.testing.assert_close(swiglu(x), swiglu(x.contiguous()), rtol=0, atol=0)
+    norm, found = RMSNorm(64).to(DEVICE), []
+    for form in (x, x.contiguous()):
+        y = norm(form)
+        found.append((y, *torch.autograd.grad(y, (x, norm.gamma), h)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

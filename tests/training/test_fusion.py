@@ -1,4 +1,4 @@
-"""Products are added to gradients in place where that is what the sum means, and only there."""
+"""Products and gradients are added where that saves a sum, and the results are those of the sum."""
 
 import json
 import os
@@ -9,9 +9,17 @@ import pytest
 import torch
 from torch.library import custom_op
 
-from angpt.training.fusion import AddProducts
+pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+from angpt.models import kernels
+from angpt.models.kernels import scaled_rms
+from angpt.training.fusion import OPTIONS, AddProducts, FindSums
+from tests.triton_anywhere import DEVICE
+
+pytestmark = [  # of the compiler's own doings
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 @custom_op("tests::pair", mutates_args=())
@@ -54,6 +62,19 @@ def of_an_input(x, y, a, b):
     return x + (a.flatten(0, 1) @ b).view(x.shape), y
 
 
+def of_a_view_of_an_input(x, y, a, b):
+    return x.view(8, 8) + a.flatten(0, 1) @ b, y
+
+
+def of_itself(x, y, a, b):
+    c, d = pair(x, y)
+    return c + (c.flatten(0, 1) @ b[:8]).view(c.shape), d
+
+
+def of_two_products(x, y, a, b):
+    return a.flatten(0, 1) @ b + x.flatten(0, 1) @ b[:8], y
+
+
 def wider(x, y, a, b):
     c, d = pair(x, y)
     return c[:1] + (a.flatten(0, 1) @ b).view(x.shape), d
@@ -79,45 +100,91 @@ def other_precision(x, y, a, b):
     return c + (a.flatten(0, 1).bfloat16() @ b.bfloat16()).view(c.shape), d
 
 
+class Seen:
+    """The passes, and what they leave in each graph."""
+
+    def __init__(self) -> None:
+        self.adds, self.copies, seen = [], [], self
+
+        class Find(FindSums):
+            def uuid(self):
+                return None  # not from the cache
+
+        class Add(AddProducts):
+            def __call__(self, graph):
+                super().__call__(graph)
+                names = [str(node.target) for node in graph.nodes]
+                seen.adds.append(names.count("auto_functionalized"))
+                seen.copies.append(names.count("aten.clone.default"))
+
+            def uuid(self):
+                return None
+
+        assert OPTIONS.keys() == {"joint_custom_pre_pass", "post_grad_custom_post_pass"}
+        self.options = {"joint_custom_pre_pass": Find(), "post_grad_custom_post_pass": Add()}
+
+
 @pytest.mark.parametrize(
-    ("function", "replaced"),
+    ("function", "adds", "copies"),
     [
-        *((function, 1) for function in (once, swapped)),
-        *((function, 0) for function in (needed_later, product_needed_later, scaled, of_an_input)),
-        *((function, 0) for function in (wider, smaller, one_row, other_rows, other_precision)),
+        *((function, 1, 0) for function in (once, swapped, of_two_products)),
+        *((function, 1, 1) for function in (needed_later, of_an_input, of_itself)),
+        (of_a_view_of_an_input, 1, 0),  # the compiler sees that itself
+        *((function, 0, 0) for function in (product_needed_later, scaled, wider, smaller, one_row, other_rows)),
+        (other_precision, 0, 0),
     ],
 )
-def test_sums_in_place(function, replaced):
+def test_sums_with_products(function, adds, copies):
     torch.compiler.reset()
-    calls = []
-
-    class Counted(AddProducts):
-        def __call__(self, graph):
-            super().__call__(graph)
-            calls.append(sum("auto_functionalized" in node.name for node in graph.nodes))
-
-        def uuid(self):
-            return None  # not from the cache
-
-    rng = torch.Generator().manual_seed(0)
+    seen, rng = Seen(), torch.Generator().manual_seed(0)
     inputs = [torch.randn(*shape, generator=rng) for shape in ((2, 4, 8), (2, 4, 8), (2, 4, 16), (16, 8))]
-    copies = [x.clone() for x in inputs]
-    found = torch.compile(function, options={"post_grad_custom_pre_pass": Counted()})(*inputs)
-    assert calls == [replaced]
-    for a, b in zip((*found, *inputs), (*function(*copies), *copies), strict=True):
+    before = [x.clone() for x in inputs]
+    found = torch.compile(function, options=seen.options)(*inputs)
+    assert (seen.adds, seen.copies) == ([adds], [copies])
+    for a, b in zip((*found, *inputs), (*function(*before), *before), strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_the_gradients_of_the_residual_stream_meet_in_products():
-    pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
+def branch(h, gain, weight):
+    return h + (scaled_rms(h, gain).flatten(0, 1) @ weight).view(h.shape)
+
+
+def branch_used_twice(h, gain, weight):
+    return branch(2 * h, gain, weight) + scaled_rms(h, gain)
+
+
+def only_normed(h, gain, weight):
+    return (scaled_rms(h, gain).flatten(0, 1) @ weight).view(h.shape)
+
+
+@pytest.mark.parametrize(("function", "sums"), [(branch, [1]), (branch_used_twice, [1, 0]), (only_normed, [0])])
+def test_sums_with_gradients_of_norms(function, sums, monkeypatch):
+    torch.compiler.reset()
+    seen, calls, kernel = Seen(), [], kernels._rms_backward
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *args, ADD, **options: calls.append(int(ADD)) or kernel[grid](*args, ADD=ADD, **options)
+
+    monkeypatch.setattr(kernels, "_rms_backward", Launched())
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    drawn = [torch.randn(*shape, generator=rng, device=DEVICE) for shape in ((2, 4, 8), (8,), (8, 8))]
+    inputs, copies = ([x.clone().requires_grad_() for x in drawn] for _ in range(2))
+    dy = torch.randn(2, 4, 8, generator=rng, device=DEVICE)
+    torch.compile(function, options=seen.options)(*inputs).backward(dy)
+    assert sorted(calls) == sorted(sums)
+    monkeypatch.undo()
+    function(*copies).backward(dy)
+    for a, b in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_what_is_left_of_the_sums_of_a_block():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.traced", "gpt+", "ngpt", "angpt"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    for architecture in ("ngpt", "angpt"):  # twice the stream and its branch: before attention, before the MLP
-        assert found[architecture]["angpt.add_product_.default"] == 2
-        assert found[architecture]["aten.mm.default"] == 6  # of eight, the other two add
-        assert found[architecture]["aten.clone.default"] == 0  # which they would be added to, could it not be in place
-    assert found["gpt+"]["angpt.add_product_.default"] == 0  # there the sum is part of a norm's gradient
-    assert found["gpt+"]["aten.mm.default"] == 8
+    # Products that add, products that do not, sums, copies.
+    update = {"forward": [0, 4, 0, 0], "backward": [2, 6, 0, 0]}
+    gptplus = {"forward": [2, 2, 0, 2], "backward": [0, 8, 0, 0]}
+    assert json.loads(done.stdout) == {"gpt+": gptplus, "ngpt": update, "angpt": update}
