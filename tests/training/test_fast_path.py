@@ -1,5 +1,6 @@
 """In bf16 on a GPU, the engine with its kernels and copies ends where plain PyTorch does."""
 
+import copy
 import statistics
 
 import pytest
@@ -10,7 +11,7 @@ from angpt.data.loader import Batch
 from angpt.models import primitives
 from angpt.models.constraints import constrain
 from angpt.models.variants import build
-from angpt.training.engine import Engine
+from angpt.training.engine import Engine, attention_backends, low_precision
 
 STEPS, ROWS, LAST = 500, 32, 50
 VOCABULARY, CONTEXT, NEXT = 4096, 512, 64
@@ -72,6 +73,25 @@ def plain(architecture: str, seed: int, data: torch.Tensor) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="bf16 kernels need a CUDA device")
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_gradients_do_not_suffer_from_the_compiler(architecture: str) -> None:
+    """Some of its releases lose gradients of autograd functions, without a word, where tensors are aliases."""
+    model = small(architecture, 0)
+    with torch.no_grad():
+        for vector in (p for p in model.parameters() if p.ndim < 2):
+            vector.mul_(1 + 0.3 * torch.rand_like(vector))
+    exact, eager = copy.deepcopy(model).double(), low_precision(model, torch.bfloat16)
+    compiled = Engine(copy.deepcopy(model), OptimizerConfig(), torch.bfloat16, compiled=True).compute
+    tokens = torch.randint(VOCABULARY, (4, CONTEXT + 1), device="cuda")
+    for each in (exact, eager, compiled):
+        with attention_backends():
+            each(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
+    for (name, p), a, b in zip(exact.named_parameters(), eager.parameters(), compiled.parameters(), strict=True):
+        errors = [(x.grad.double() - p.grad).norm().item() for x in (a, b)]
+        assert errors[1] <= 1.5 * errors[0] <= 0.3 * p.grad.norm().item(), name
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ pytest.importorskip("triton", reason="Triton is not installed (it is there for L
 from angpt.models import kernels
 from angpt.models.kernels import scaled_rms
 from angpt.training.fusion import OPTIONS, AddProducts, FindSums
-from tests.triton_anywhere import DEVICE
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU
+
+ROUNDING = 1e-2 if ON_GPU else 1e-6  # a few roundings to bf16, or to fp32
 
 pytestmark = [  # of the compiler's own doings
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
@@ -168,15 +170,15 @@ def test_sums_with_gradients_of_norms(function, sums, monkeypatch):
 
     monkeypatch.setattr(kernels, "_rms_backward", Launched())
     rng = torch.Generator(DEVICE).manual_seed(0)
-    drawn = [torch.randn(*shape, generator=rng, device=DEVICE) for shape in ((2, 4, 8), (8,), (8, 8))]
-    inputs, copies = ([x.clone().requires_grad_() for x in drawn] for _ in range(2))
-    dy = torch.randn(2, 4, 8, generator=rng, device=DEVICE)
+    drawn = [torch.randn(*shape, generator=rng, device=DEVICE) for shape in ((2, 4, 8), (8,), (8, 8), (2, 4, 8))]
+    h, gain, weight, dy = (x if x.ndim == 1 else x.to(DTYPE) for x in drawn)
+    inputs, copies = ([x.clone().requires_grad_() for x in (h, gain, weight)] for _ in range(2))
     torch.compile(function, options=seen.options)(*inputs).backward(dy)
     assert sorted(calls) == sorted(sums)
     monkeypatch.undo()
     function(*copies).backward(dy)
     for a, b in zip(inputs, copies, strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
+        assert (a.grad - b.grad).norm() <= ROUNDING * b.grad.norm()
 
 
 def test_what_is_left_of_the_sums_of_a_block():
