@@ -93,24 +93,74 @@ def test_compiled_is_eager(architecture):
     assert losses[6:] == pytest.approx(losses[:6], rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+
+
+def on_gpu(architecture, passes=1):
+    """An engine that has made a pass, so that nothing is left to be compiled; and batches."""
+    engine = Engine(tiny(architecture).cuda(), CONFIG, torch.bfloat16, compiled=True)
+    steps = [batch.map(Tensor.cuda) for batch in batches(6)]
+    engine.backward(steps[0], 4 // passes)
+    engine.optimizer.zero_grad()
+    return engine, steps
+
+
+def trained(engine, steps, passes=1, between=lambda: None):
+    """Loss and norm of the gradient in each step."""
+    ends = []
+    for number, batch in enumerate(steps, start=1):
+        loss = engine.backward(batch, 4 // passes)
+        norm = engine.step(number, 1e-2)
+        ends.append((loss.item(), norm.item()))
+        between()
+    return torch.tensor(ends)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)  # attention sums in any order
+
+
+@needs_gpu
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
 def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypatch):
-    ends = []
-    for record in (False, True):
-        engine = Engine(tiny(architecture).cuda(), CONFIG, torch.bfloat16, compiled=True)
-        steps = [batch.map(Tensor.cuda) for batch in batches(6)]
-        engine.backward(steps[0], 4 // passes)
-        engine.optimizer.zero_grad()
-        if record:
-            engine.record(steps[0].rows(0, 4 // passes))
-            assert engine.recorded is not None
-            monkeypatch.setattr(engine.compute, "forward", None)  # from here on, the graph alone
-        for number, batch in enumerate(steps, start=1):
-            loss = engine.backward(batch, 4 // passes)
-            norm = engine.step(number, 1e-2)
-            ends.append((loss.item(), norm.item()))
-    torch.testing.assert_close(
-        torch.tensor(ends[6:]), torch.tensor(ends[:6]), rtol=2e-3, atol=0
-    )  # attention sums in any order
+    expected = trained(*on_gpu(architecture, passes), passes)
+    engine, steps = on_gpu(architecture, passes)
+    engine.record(steps[0].rows(0, 4 // passes))
+    assert engine.recorded is not None
+    monkeypatch.setattr(engine.compute, "forward", None)  # from here on, the graph alone
+    close(trained(engine, steps, passes), expected)
+
+
+@needs_gpu
+def test_what_is_computed_between_recorded_passes_does_not_disturb_them():
+    expected = trained(*on_gpu("angpt"))
+    engine, steps = on_gpu("angpt")
+    engine.record(steps[0])
+    numbers = torch.arange(steps[0].inputs.shape[1], device="cuda").expand_as(steps[0].inputs) // 5
+    masked = Batch(steps[0].inputs, steps[0].targets, numbers)
+
+    def between():
+        assert not engine.recorded.fits(masked)
+        plain = low_precision(engine.model, torch.bfloat16)
+        for batch in (masked, steps[0].rows(0, 2)):  # of another kind, of another size
+            assert engine.loss(batch).item() == pytest.approx(plain(*batch).item(), rel=1e-2)
+
+    close(trained(engine, steps, between=between), expected)
+
+
+@needs_gpu
+def test_training_goes_on_where_no_graph_can_be_made(monkeypatch):
+    expected = trained(*on_gpu("angpt"))
+    engine, steps = on_gpu("angpt")
+    forward = engine.compute.forward
+
+    def waits(*args):
+        torch.cuda.synchronize()  # which cannot be recorded
+        return forward(*args)
+
+    monkeypatch.setattr(engine.compute, "forward", waits)
+    with pytest.warns(UserWarning, match="without a CUDA graph"):
+        engine.record(steps[0])
+    assert engine.recorded is None
+    close(trained(engine, steps), expected)
