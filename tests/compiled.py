@@ -85,15 +85,13 @@ def models() -> dict[str, dict]:
         "cross-entropy": build(loss._cross_entropy, logits, loss.WARPS, GRADIENT=True, **lanes),
         "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, SCALE=1.0, **unit),
         "swiglu backward": build(k._swiglu_backward, pair | {"dh_ptr": BF16, "duz_ptr": BF16}, 4, SCALE=1.0, **unit),
-        "update": build(k._update, stream | {"y_ptr": BF16}, **lerp, **k._update_tile(1024, k.TILE, k.WARPS)),
+        "update": build(k._update, stream | {"y_ptr": BF16}, **lerp, **k._tile(1024, k.TILE, k.WARPS)),
         **{
-            f"update backward, {width}": build(k._update_backward, stream_back, **lerp, **k._update_tile_back(width))
+            f"update backward, {width}": build(k._update_backward, stream_back, **lerp, **k._tile_back(width))
             for width in (1024, 4096, 16384)
         },
         **{
-            f"rms backward, {width}": build(
-                k._rms_backward, norm_back, ADD=True, EPS=1e-20, **k._update_tile_back(width)
-            )
+            f"rms backward, {width}": build(k._rms_backward, norm_back, ADD=True, EPS=1e-20, **k._tile_back(width))
             for width in (1024, 4096, 16384)
         },
         "heads": build(

@@ -23,8 +23,8 @@ BLOCK = 1024
 TILE, WARPS = 1024, 2
 """Elements of `update` that are in registers at once, and the warps that share them."""
 TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 1024, 2, 3, 528
-"""The same of its backward pass; tiles in shared memory, on their way while one is at work, where they are not much
-larger than meant; programs, four for each multiprocessor of an H200."""
+"""The same of its backward pass and of that of rms; tiles in shared memory, on their way while one is at work, where
+they are not much larger than meant; programs, four for each multiprocessor of an H200."""
 
 
 # u · SiLU(z), both halves of one tensor and both times a constant.
@@ -156,20 +156,20 @@ def _update_backward(
     tl.store(terms_ptr + tl.program_id(0) * width + cols, terms, cols < width)
 
 
-def _update_tile(width: int, tile: int, warps: int) -> dict[str, int]:
+def _tile(width: int, tile: int, warps: int) -> dict[str, int]:
     cols = triton.next_power_of_2(width)
     return {"ROWS": max(1, tile // cols), "COLS": cols, "num_warps": min(16, warps * max(1, cols // tile))}
 
 
-def _update_tile_back(width: int) -> dict[str, int]:
-    tile = _update_tile(width, TILE_BACK, WARPS_BACK)
+def _tile_back(width: int) -> dict[str, int]:
+    tile = _tile(width, TILE_BACK, WARPS_BACK)
     return tile | {"STAGES": STAGES if tile["COLS"] <= 4 * TILE_BACK else 1}
 
 
 @triton_op("angpt::update", mutates_args={})
 def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: float, normed: bool) -> Tensor:
     """primitives.update on (…, d), contiguous."""
-    width, y, tile = h.shape[-1], torch.empty_like(h), _update_tile(h.shape[-1], TILE, WARPS)
+    width, y, tile = h.shape[-1], torch.empty_like(h), _tile(h.shape[-1], TILE, WARPS)
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
         h, x, alpha, y, n, width, NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile
@@ -182,7 +182,7 @@ def update_backward(
     h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of h, of x, and of α, the last still a term for each program."""
-    width, tile = h.shape[-1], _update_tile_back(h.shape[-1])
+    width, tile = h.shape[-1], _tile_back(h.shape[-1])
     n = h.numel() // width
     programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
     dh, dx = torch.empty_like(h), torch.empty_like(x)
@@ -237,24 +237,31 @@ def _rms_backward(
 
 
 def _rms_results(x: Tensor) -> tuple[Tensor, Tensor]:
-    programs = min(PROGRAMS, triton.cdiv(x.numel() // x.shape[-1], _update_tile_back(x.shape[-1])["ROWS"]))
+    programs = min(PROGRAMS, triton.cdiv(x.numel() // x.shape[-1], _tile_back(x.shape[-1])["ROWS"]))
     return torch.empty_like(x), torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
 
 
 def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradient of x, added to another where one is given, and that of the gain, still a term for each program."""
+    # They were when this was traced, but not all releases of the compiler keep to that for rows of odd widths.
+    x, dy, total = x.contiguous(), dy.contiguous(), None if total is None else total.contiguous()
     width, (dx, terms) = x.shape[-1], _rms_results(x)
     _rms_backward[(len(terms),)](
         x, gain, dy, x if total is None else total, dx, terms, x.numel() // width, width,
-        ADD=total is not None, EPS=EPS, **_update_tile_back(width),
+        ADD=total is not None, EPS=EPS, **_tile_back(width),
     )  # fmt: skip
     return dx, terms
+
+
+def _refuse(ctx: Any, *gradients: Tensor) -> None:
+    raise NotImplementedError("second derivatives of norms are there in fp32 and float64 only")
 
 
 # Not a triton_op: the compiler would see the kernel in its place, and `training.fusion` could not tell what it is.
 torch.library.define("angpt::rms_backward", "(Tensor x, Tensor gain, Tensor dy, Tensor? total) -> (Tensor, Tensor)")
 torch.library.impl("angpt::rms_backward", "CompositeExplicitAutograd", rms_backward)
 torch.library.register_fake("angpt::rms_backward", lambda x, gain, dy, total: _rms_results(x))
+torch.library.register_autograd("angpt::rms_backward", _refuse)
 
 
 class ScaledRms(torch.autograd.Function):
@@ -291,7 +298,7 @@ def _scale_rows(w_ptr, scale_ptr, y_ptr, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale_rows_backward(g_ptr, w_ptr, scale_ptr, dscale_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     scale = tl.load(scale_ptr + row)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, width, BLOCK):

@@ -54,7 +54,7 @@ class Engine:
         self.ranks, self.sharded = ranks, ranks is not None and ranks.strategy == "fsdp"
         self.compute = model if dtype == torch.float32 or self.sharded else low_precision(model, dtype)
         if recompute:
-            recompute_blocks(self.compute)
+            recompute_blocks(self.compute, compiled)
         if ranks is not None and self.sharded:
             ranks.shard(model, dtype, torch.float32 if wide_reduce else dtype)
         pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
@@ -71,7 +71,7 @@ class Engine:
             self.device.type == "cuda" and compiled and bool(self.copies) and not recompute and ranks is None
         )
         if compiled:
-            compile_parts(self.compute)
+            compile_parts(self.compute, blocks=not recompute)
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
         """The gradient of a batch in passes of `micro_batch` rows, summed over them; the mean loss."""
@@ -156,24 +156,31 @@ def low_precision(model: Decoder, dtype: torch.dtype) -> Decoder:
     return copy.deepcopy(model, memo)
 
 
-def recompute_blocks(model: Decoder) -> None:
-    """Keep only what enters a block, and compute the rest again in the backward pass."""
+def recompute_blocks(model: Decoder, compiled: bool) -> None:
+    """Keep only what enters a block, and compute the rest again in the backward pass. Compiled is what is computed
+    again: the compiler does not look into `checkpoint` from outside."""
+    options = compiler_options(model)
     for block in model.blocks:
-        forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        block.forward = forward
+        forward = torch.compile(block.forward, **options) if compiled else block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def compile_parts(model: Decoder) -> None:
+def compile_parts(model: Decoder, blocks: bool) -> None:
     """Compile the block, once for all layers, and the norm before the head where there is one: ready in a fraction of
     the time that the whole takes. Embedding and head are a product each, and stay as they are."""
-    options: dict[str, Any] = {}
+    options = compiler_options(model)
+    for part in (*(model.blocks if blocks else ()), *model.children()):
+        if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
+            part.compile(**options)
+
+
+def compiler_options(model: Decoder) -> dict[str, Any]:
+    options: dict[str, Any] = {"dynamic": False}
     if next(model.parameters()).is_cuda:
         from angpt.training import fusion
 
-        options = fusion.OPTIONS
-    for part in (*model.blocks, *model.children()):
-        if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
-            part.compile(dynamic=False, options=options)
+        options["options"] = fusion.OPTIONS
+    return options
 
 
 @contextmanager

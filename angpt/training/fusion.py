@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from angpt.models import kernels  # noqa: F401  which registers angpt::rms_backward
+from angpt.models import kernels
 
 aten, ours = torch.ops.aten, torch.ops.angpt
 
@@ -35,7 +35,9 @@ torch.library.register_fake("angpt::add_product", lambda total, a, b: torch.empt
 
 class _Pass(CustomGraphPass):
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files(
+            (__file__, kernels.__file__)
+        )  # the shapes of what rms_backward returns are in the code
 
 
 class FindSums(_Pass):
@@ -49,7 +51,6 @@ class FindSums(_Pass):
                     node.replace_all_uses_with(found)
                     graph.erase_node(node)
                     break
-        graph.eliminate_dead_code()
 
 
 class AddProducts(_Pass):
@@ -59,11 +60,11 @@ class AddProducts(_Pass):
         for node in graph.find_nodes(op="call_function", target=ours.add_product.default):
             total, a, b = node.args
             with graph.inserting_before(node):
-                if total.op == "placeholder" or len(total.users) > 1 or total in (a, b):
+                if total.op == "placeholder" or len(total.users) > 1 or _storage(total) in (_storage(a), _storage(b)):
                     copy = graph.call_function(aten.clone.default, (total,))
                     copy.meta["val"] = total.meta["val"].clone()
                     total = copy
-                # The compiler copies once more, should the total be in use in a way that is not seen here.
+                # The compiler copies once more, should a view of the total be an input, or be used later.
                 call = graph.call_function(
                     torch.ops.higher_order.auto_functionalized,
                     (ours.add_product_.default,),
@@ -101,10 +102,17 @@ def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
     kernel: Any = term.args[0]
     if kernel.target is not ours.rms_backward.default or kernel.args[3] is not None:
         return None
-    if not _alike(total, term, node) or not total < kernel:  # which must be there when the kernel runs
+    if not _alike(total, term, node) or term.meta["val"].shape != node.meta["val"].shape:
+        return None
+    if not total < kernel:  # it must be there when the kernel runs
         return None
     kernel.update_arg(3, total)
     return term
+
+
+def _storage(node: Node) -> int:
+    address: int = node.meta["val"].untyped_storage()._cdata
+    return address
 
 
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

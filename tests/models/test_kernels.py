@@ -118,6 +118,13 @@ def test_gradient_of_rms_added_to_another():
     torch.testing.assert_close((same, total), (terms, before), rtol=0, atol=0)
 
 
+def test_second_derivatives_of_rms_are_refused():
+    x, norm = draw(5, 96), RMSNorm(96).to(DEVICE)
+    (dx,) = torch.autograd.grad(norm(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        dx.float().sum().backward()
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.25])
 @pytest.mark.parametrize("vocabulary", [100, 8192, 9001])
 def test_cross_entropy(weight, vocabulary):

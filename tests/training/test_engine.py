@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
@@ -81,16 +82,20 @@ def test_a_padded_batch_has_the_same_loss():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "gpt+/ln-scaling"])
-def test_compiled_is_eager(architecture):
-    losses = []
+def test_compiled_is_eager(architecture, recompute):
+    losses, before = [], counters["stats"]["unique_graphs"]
     for compiled in (False, True):
-        engine = Engine(tiny(architecture), CONFIG, torch.float32, compiled)
+        torch.compiler.reset()
+        engine = Engine(tiny(architecture), CONFIG, torch.float32, compiled, recompute=recompute)
         for number, batch in enumerate(batches(5), start=1):
             losses.append(engine.backward(batch, 4).item())
             engine.step(number, 1e-2)
         losses.append(engine.loss(batch).item())
     assert losses[6:] == pytest.approx(losses[:6], rel=1e-5)
+    parts = 1 + ("gpt+" in architecture)  # a block for all, and GPT+'s last norm; for training and for evaluation
+    assert counters["stats"]["unique_graphs"] - before == 2 * parts
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -133,9 +138,10 @@ def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypat
 
 
 @needs_gpu
-def test_what_is_computed_between_recorded_passes_does_not_disturb_them():
-    expected = trained(*on_gpu("angpt"))
-    engine, steps = on_gpu("angpt")
+@pytest.mark.parametrize("architecture", ["gpt+", "angpt"])
+def test_what_is_computed_between_recorded_passes_does_not_disturb_them(architecture):
+    expected = trained(*on_gpu(architecture))
+    engine, steps = on_gpu(architecture)
     engine.record(steps[0])
     numbers = torch.arange(steps[0].inputs.shape[1], device="cuda").expand_as(steps[0].inputs) // 5
     masked = Batch(steps[0].inputs, steps[0].targets, numbers)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import custom_op
 
 pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
@@ -68,9 +69,19 @@ def of_a_view_of_an_input(x, y, a, b):
     return x.view(8, 8) + a.flatten(0, 1) @ b, y
 
 
-def of_itself(x, y, a, b):
-    c, d = pair(x, y)
-    return c + (c.flatten(0, 1) @ b[:8]).view(c.shape), d
+def of_an_operand(x, y, a, b):
+    c, d = pair(x.view(8, 8), y)
+    return c + b[8:] @ c, d
+
+
+def of_a_view_of_an_operand(x, y, a, b):
+    c, d = pair(x.view(8, 8), y)
+    return c.view(4, 2, 8) + (b[8:] @ c).view(4, 2, 8), d
+
+
+def of_an_operand_turned(x, y, a, b):
+    c, d = pair(x.view(8, 8), y)
+    return c.view(4, 2, 8) + (c.t() @ b[:8]).view(4, 2, 8), d
 
 
 def of_two_products(x, y, a, b):
@@ -130,7 +141,8 @@ class Seen:
     ("function", "adds", "copies"),
     [
         *((function, 1, 0) for function in (once, swapped, of_two_products)),
-        *((function, 1, 1) for function in (needed_later, of_an_input, of_itself)),
+        *((function, 1, 1) for function in (needed_later, of_an_input, of_an_operand)),
+        *((function, 1, 1) for function in (of_a_view_of_an_operand, of_an_operand_turned)),
         (of_a_view_of_an_input, 1, 0),  # the compiler sees that itself
         *((function, 0, 0) for function in (product_needed_later, scaled, wider, smaller, one_row, other_rows)),
         (other_precision, 0, 0),
@@ -179,6 +191,53 @@ def test_sums_with_gradients_of_norms(function, sums, monkeypatch):
     function(*copies).backward(dy)
     for a, b in zip(inputs, copies, strict=True):
         assert (a.grad - b.grad).norm() <= ROUNDING * b.grad.norm()
+
+
+def graph(build):
+    """A graph as the compiler has it, of (x, dy, g, g) (2, 4, 8) and a gain, and what it computes."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    inputs = [torch.randn(*shape, generator=rng, device=DEVICE) for shape in ((2, 4, 8), (8,), *[(2, 4, 8)] * 3)]
+    traced = make_fx(build)(*inputs)
+    before = traced(*inputs)
+    FindSums()(traced.graph)
+    traced.recompile()
+    torch.testing.assert_close(traced(*inputs), before)
+    return [str(node.target) for node in traced.graph.nodes].count("aten.add.Tensor")
+
+
+def test_a_kernel_adds_to_one_gradient_only():
+    def both(x, gain, dy, g1, g2):
+        dx, _ = torch.ops.angpt.rms_backward(x, gain, dy, None)
+        return (dx + g1) + g2
+
+    assert graph(both) == 1
+
+
+def test_a_kernel_adds_to_the_gradient_of_the_vector_only():
+    def terms(x, gain, dy, g1, g2):
+        total = g1[0, :1].clone()
+        dx, terms = torch.ops.angpt.rms_backward(x, gain, dy, None)
+        return dx, terms + total
+
+    assert graph(terms) == 1
+
+
+def test_a_kernel_does_not_add_what_is_not_there_yet_or_of_another_shape():
+    def late(x, gain, dy, g1, g2):
+        dx, _ = torch.ops.angpt.rms_backward(x, gain, dy, None)
+        return dx + g1.exp(), g2
+
+    def wider(x, gain, dy, g1, g2):
+        total = g1[:1].clone()
+        dx, _ = torch.ops.angpt.rms_backward(x[0], gain, dy[0], None)
+        return dx + total, g2
+
+    def turned(x, gain, dy, g1, g2):
+        total = g1.view(4, 2, 8).transpose(0, 1)
+        dx, _ = torch.ops.angpt.rms_backward(x, gain, dy, None)
+        return dx + total, g2
+
+    assert [graph(build) for build in (late, wider, turned)] == [1, 1, 1]
 
 
 def test_what_is_left_of_the_sums_of_a_block():
