@@ -21,7 +21,7 @@ def train(
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("32M:1",),
     architectures: tuple[str, ...] = ARCHITECTURES,
     context: int = 2048,
-    warmup: int = 3,
+    warmup: int | None = None,
     rounds: int = 12,
     steps: int = 5,
     device: Device = "auto",
@@ -40,8 +40,8 @@ def train(
         cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
         architectures: What to measure; the first is what the others are compared with.
         context: Tokens per sequence.
-        warmup: Steps of each before any is timed. On a GPU, 30 or more: step times of the first seconds are not those
-            of the rest, because clocks settle and weights leave their start.
+        warmup: Steps of each before any is timed; 3, but 40 on a GPU, where step times of the first seconds are not
+            those of the rest, because clocks settle and weights leave their start.
         rounds: How many turns each architecture gets; six, or a multiple, give three every order equally often.
         steps: Steps in a turn.
         device: Where to run; the GPU if there is one.
@@ -55,11 +55,13 @@ def train(
     from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth, peak_flops
 
+    where, dtype = _device(device), _dtype(precision, device)
+    if warmup is None:
+        warmup = 40 if where.type == "cuda" else 3
     positive(warmup=warmup, rounds=rounds, steps=steps, context=context)
     for name in architectures:
         architecture(name)
     chosen = [Case.parse(text) for text in cases]
-    where, dtype = _device(device), _dtype(precision, device)
     console = Console()
     console.print(_machine(device), highlight=False)
     console.print(
