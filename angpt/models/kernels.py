@@ -270,6 +270,7 @@ class ScaledRms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
         ctx.save_for_backward(x, gain)
+        # The cast makes a new tensor, in bf16: compiled by torch 2.11, a result with an alias would lose its gradient.
         return (rms(wide(x)) * gain).to(x.dtype)
 
     @staticmethod
