@@ -238,16 +238,17 @@ def _rms_backward(
 
 def _rms_results(x: Tensor) -> tuple[Tensor, Tensor]:
     programs = min(PROGRAMS, triton.cdiv(x.numel() // x.shape[-1], _tile_back(x.shape[-1])["ROWS"]))
-    return torch.empty_like(x), torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    terms = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device), terms
 
 
 def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradient of x, added to another where one is given, and that of the gain, still a term for each program."""
-    # They were when this was traced, but not all releases of the compiler keep to that for rows of odd widths.
-    x, dy, total = x.contiguous(), dy.contiguous(), None if total is None else total.contiguous()
+    # Here, because not all releases of the compiler keep tensors contiguous that were so when it traced this.
+    x, gain, dy = x.contiguous(), gain.contiguous(), dy.contiguous()
     width, (dx, terms) = x.shape[-1], _rms_results(x)
     _rms_backward[(len(terms),)](
-        x, gain, dy, x if total is None else total, dx, terms, x.numel() // width, width,
+        x, gain, dy, x if total is None else total.contiguous(), dx, terms, x.numel() // width, width,
         ADD=total is not None, EPS=EPS, **_tile_back(width),
     )  # fmt: skip
     return dx, terms
@@ -275,13 +276,13 @@ class ScaledRms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        dx, terms = torch.ops.angpt.rms_backward(*ctx.saved_tensors, gradients[0].contiguous(), None)
+        dx, terms = torch.ops.angpt.rms_backward(*ctx.saved_tensors, gradients[0], None)
         return dx, terms.sum(0)
 
 
 def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
-    """rms(x) times a vector, of (…, d), contiguous."""
-    result: Tensor = ScaledRms.apply(x, gain.contiguous())  # type: ignore[no-untyped-call]
+    """rms(x) times a vector, of (…, d)."""
+    result: Tensor = ScaledRms.apply(x, gain)  # type: ignore[no-untyped-call]
     return result
 
 

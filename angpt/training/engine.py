@@ -159,9 +159,8 @@ def low_precision(model: Decoder, dtype: torch.dtype) -> Decoder:
 def recompute_blocks(model: Decoder, compiled: bool) -> None:
     """Keep only what enters a block, and compute the rest again in the backward pass. Compiled is what is computed
     again: the compiler does not look into `checkpoint` from outside."""
-    options = compiler_options(model)
     for block in model.blocks:
-        forward = torch.compile(block.forward, **options) if compiled else block.forward
+        forward = torch.compile(block.forward, **compiler_options(model)) if compiled else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 

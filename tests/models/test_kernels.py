@@ -118,6 +118,15 @@ def test_gradient_of_rms_added_to_another():
     torch.testing.assert_close((same, total), (terms, before), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("total", [False, True])
+def test_the_compiler_is_told_what_the_gradient_of_rms_looks_like(total):
+    x, dy, g = (draw(96, 5, 7).detach().permute(1, 2, 0) for _ in range(3))
+    inputs = (x, torch.rand(96, device=DEVICE), dy, g if total else None)
+    torch.library.opcheck(torch.ops.angpt.rms_backward.default, inputs)
+    whole = torch.ops.angpt.rms_backward(*(None if tensor is None else tensor.contiguous() for tensor in inputs))
+    torch.testing.assert_close(torch.ops.angpt.rms_backward(*inputs), whole, rtol=0, atol=0)
+
+
 def test_second_derivatives_of_rms_are_refused():
     x, norm = draw(5, 96), RMSNorm(96).to(DEVICE)
     (dx,) = torch.autograd.grad(norm(x).float().square().sum(), x, create_graph=True)
