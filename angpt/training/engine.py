@@ -53,8 +53,6 @@ class Engine:
         self.model = model
         self.ranks, self.sharded = ranks, ranks is not None and ranks.strategy == "fsdp"
         self.compute = model if dtype == torch.float32 or self.sharded else low_precision(model, dtype)
-        if recompute:
-            recompute_blocks(self.compute, compiled)
         if ranks is not None and self.sharded:
             ranks.shard(model, dtype, torch.float32 if wide_reduce else dtype)
         pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
@@ -70,6 +68,8 @@ class Engine:
         self.recordable = (
             self.device.type == "cuda" and compiled and bool(self.copies) and not recompute and ranks is None
         )
+        if recompute:  # on its device by now, which decides how it is compiled
+            recompute_blocks(self.compute, compiled)
         if compiled:
             compile_parts(self.compute, blocks=not recompute)
 
