@@ -32,7 +32,7 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m angpt.models.table1
 	$(BIN)/angpt factors --size 0.5B --figure docs/figures/concentration.png
-	$(BIN)/python -m angpt.training.scaling
+	$(BIN)/python -m angpt.bench.footprint
 	$(BIN)/python -m angpt.analysis.toy docs/figures
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -8,14 +8,14 @@ from angpt.version import __version__
 if TYPE_CHECKING:
     from angpt.config import SIZES as SIZES
     from angpt.config import ModelConfig as ModelConfig
+    from angpt.constraints import Constraint as Constraint
+    from angpt.constraints import apply_constraints as apply_constraints
+    from angpt.constraints import constrain as constrain
+    from angpt.constraints import largest_violation as largest_violation
     from angpt.errors import UserError as UserError
     from angpt.inference.fold import fold as fold
     from angpt.inference.generate import generate as generate
     from angpt.inference.sampling import Sampling as Sampling
-    from angpt.models.constraints import Constraint as Constraint
-    from angpt.models.constraints import apply_constraints as apply_constraints
-    from angpt.models.constraints import constrain as constrain
-    from angpt.models.constraints import largest_violation as largest_violation
     from angpt.models.factors import constants as constants
     from angpt.models.factors import nu_lerp as nu_lerp
     from angpt.models.factors import nu_linear as nu_linear

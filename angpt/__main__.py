@@ -1,3 +1,3 @@
-from angpt.cli import main
+from angpt.cli.main import main
 
 main()

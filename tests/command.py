@@ -1,6 +1,6 @@
 """The `angpt` command, called from tests."""
 
-from angpt.cli import main
+from angpt.cli.main import main
 
 
 def call(capsys, *args):

@@ -48,7 +48,7 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
 
 
 def training() -> dict[str, dict]:
-    from angpt.training import kernels as k
+    from angpt.fast import optimizer_kernels as k
 
     types = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32, "n_cols": "i32"}
     adam = {"CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
@@ -62,9 +62,9 @@ def training() -> dict[str, dict]:
 
 
 def models() -> dict[str, dict]:
-    from angpt.models import head_kernels as heads
-    from angpt.models import kernels as k
-    from angpt.models import loss_kernels as loss
+    from angpt.fast import block_kernels as k
+    from angpt.fast import head_kernels as heads
+    from angpt.fast import loss_kernels as loss
 
     logits = {"logits_ptr": BF16, "targets_ptr": I64, "losses_ptr": FP32, "count_ptr": FP32, "width": "i32"}
     pair = {"uz_ptr": BF16, "width": "i32"}
@@ -112,7 +112,7 @@ def models() -> dict[str, dict]:
 
 
 def inference() -> dict[str, dict]:
-    from angpt.inference import kernels as k
+    from angpt.fast import decode_kernels as k
 
     stream = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr"), FP32)
     sizes = {"n": "i32", "d": "i32"}

@@ -26,7 +26,7 @@ def test_help_shows_what_to_type(capsys):
 
 
 def test_help_does_not_wait_for_torch():
-    code = "import sys, angpt.cli; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    code = "import sys, angpt.cli.main; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -21,10 +21,10 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
 from angpt.config import ModelConfig
+from angpt.fast.fusion import OPTIONS
 from angpt.models import primitives
 from angpt.models.variants import build
 from angpt.training.engine import low_precision
-from angpt.training.fusion import OPTIONS
 from tests.compiled import HOPPER
 
 

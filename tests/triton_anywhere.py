@@ -23,7 +23,9 @@ def kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if ON_GPU:
         return
-    from angpt.models import head_kernels, kernels, primitives
+    from angpt.fast import block_kernels as kernels
+    from angpt.fast import head_kernels
+    from angpt.models import primitives
 
     monkeypatch.setattr(primitives, "use_kernels", lambda x: x.dtype == DTYPE)
     for module in (kernels, head_kernels):

@@ -19,7 +19,7 @@ from angpt.config import Device, TrainConfig, from_dict
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import open_source
-from angpt.studies.text import label
+from angpt.present.words import label
 from angpt.system import write_atomically
 from angpt.training import checkpoint
 from angpt.training.hardware import choose_device, present

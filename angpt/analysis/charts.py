@@ -11,7 +11,9 @@ from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.history import History
 from angpt.analysis.norms import Norms
 from angpt.analysis.tables import number, span
-from angpt.report.chart import Absent, Chart, Row
+from angpt.present.charts import Absent, Chart, Row
+from angpt.present.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.present.words import quantity
 from angpt.report.layer_figures import (
     depth_bar,
     draw_input_norms,
@@ -21,8 +23,6 @@ from angpt.report.layer_figures import (
     values_of,
 )
 from angpt.report.records import LayerHistory
-from angpt.report.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
-from angpt.studies.text import quantity
 
 DASHED: Any = (0, (3, 2))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from angpt.analysis.history import History
 from angpt.analysis.probe import Lengths, Probe, Stats, added, constants, length, ratio
-from angpt.models.constraints import norms as lengths_along
+from angpt.constraints import norms as lengths_along
 from angpt.models.decoder import Block, Decoder
 from angpt.models.primitives import wide
 from angpt.training.moments import matrix_group

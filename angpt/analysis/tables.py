@@ -15,7 +15,7 @@ from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
 from angpt.analysis.robustness import Robustness, factor
-from angpt.studies.text import label, quantity
+from angpt.present.words import label, quantity
 
 T = TypeVar("T")
 Measured = Sequence[tuple[RunAnalysis, T]]

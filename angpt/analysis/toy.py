@@ -19,7 +19,7 @@ from angpt.models.factors import nu_lerp, unit
 from angpt.models.primitives import lerp
 
 if TYPE_CHECKING:
-    from angpt.report.chart import Chart
+    from angpt.present.charts import Chart
 
 ALPHA = 0.25
 """Interpolation weight of the example, the upper end of what the paper finds in trained models."""
@@ -96,8 +96,8 @@ def preconditioning_chart() -> "Chart":
     """Contraction factor against condition number, and how the error falls."""
     from matplotlib.figure import Figure
 
-    from angpt.report.chart import Chart
-    from angpt.report.style import FURTHER, INK, fold_legend, panels, plain_log_axis
+    from angpt.present.charts import Chart
+    from angpt.present.style import FURTHER, INK, fold_legend, panels, plain_log_axis
 
     kappas = [float(k) for k in np.geomspace(1, 1000, 13)]
     found = [measured_contraction(spectrum(k), best_rate(spectrum(k))) for k in kappas]
@@ -147,8 +147,8 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
     """Length of the residual stream against depth."""
     from matplotlib.figure import Figure
 
-    from angpt.report.chart import Chart
-    from angpt.report.style import INK, KNOWN, fold_legend, panels, plain_log_axis
+    from angpt.present.charts import Chart
+    from angpt.present.style import INK, KNOWN, fold_legend, panels, plain_log_axis
 
     growth = residual_growth(layers, d, samples)
     depth = np.arange(1, layers + 1)
@@ -187,7 +187,7 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
 
 def write_figures(folder: Path) -> list[Path]:
     """Both figures as PNG files."""
-    from angpt.report.style import styled
+    from angpt.present.style import styled
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -8,8 +8,8 @@ from angpt.analysis.charts import LAYER_CHARTS, input_norms, row_norms
 from angpt.analysis.claims import claims
 from angpt.analysis.shift_charts import SHIFT_CHARTS
 from angpt.analysis.tables import markdown_row, tables
-from angpt.report.chart import Chart, write_chart
-from angpt.studies.text import quantity
+from angpt.present.charts import Chart, write_chart
+from angpt.present.words import quantity
 from angpt.system import write_atomically
 
 

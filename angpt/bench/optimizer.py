@@ -10,7 +10,7 @@ from rich.table import Table
 
 from angpt.bench.measure import Interval, in_turns, median, ratio
 from angpt.config import ModelConfig, OptimizerConfig
-from angpt.models.constraints import constrain
+from angpt.constraints import constrain
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
 from angpt.training.engine import Engine

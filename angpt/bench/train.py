@@ -18,9 +18,9 @@ from angpt.config import SIZES, ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
+from angpt.optim.adam import total_norm
 from angpt.training.engine import Engine, attention_backends
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
-from angpt.training.optimizer import total_norm
 
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3

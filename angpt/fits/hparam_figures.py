@@ -13,9 +13,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.powerlaw import Floats, PowerLaw
-from angpt.report.chart import Absent, Chart
-from angpt.report.style import DEPTH, INK, MARKERS, looks, panels
-from angpt.studies.text import label, listed, quantity
+from angpt.present.charts import Absent, Chart
+from angpt.present.style import DEPTH, INK, MARKERS, looks, panels
+from angpt.present.words import label, listed, quantity
 
 EXCESS = 3.0
 """Per cent above the best loss from which grid points are drawn alike."""

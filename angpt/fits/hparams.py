@@ -16,7 +16,7 @@ from angpt.errors import UserError
 from angpt.fits.interpolate import Curve, edge
 from angpt.fits.powerlaw import Estimate, PowerLaw, fit_power_law
 from angpt.fits.records import Cell, Record, Table
-from angpt.studies.text import label, quantity
+from angpt.present.words import label, quantity
 
 SAME_BUDGET = 0.05
 """Budgets, as multiples of the parameters, within this part of each other are the same."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from angpt.fits.compute import Sample
 from angpt.fits.interpolate import edge
 from angpt.fits.powerlaw import Floats, PowerLaw, bend, fit_power_law
-from angpt.studies.text import plural
+from angpt.present.words import plural
 
 SAME = 0.02
 """Part of the compute by which runs of one level differ at most."""

@@ -18,8 +18,8 @@ from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import Estimate, PowerLaw
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
-from angpt.report.chart import Absent, Chart, write_chart
-from angpt.studies.text import label, quantity
+from angpt.present.charts import Absent, Chart, write_chart
+from angpt.present.words import label, quantity
 from angpt.system import write_atomically
 
 SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}

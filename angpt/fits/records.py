@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from angpt.errors import UserError, nearest
-from angpt.studies.text import LABELS
+from angpt.present.words import LABELS
 
 COLUMNS = {
     "architecture": "which model it is; `model` where the column is missing",

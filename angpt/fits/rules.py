@@ -9,7 +9,7 @@ from pathlib import Path
 from angpt.config import from_dict, to_toml
 from angpt.errors import UserError
 from angpt.fits.hparams import Trend
-from angpt.studies.text import quantity
+from angpt.present.words import quantity
 from angpt.system import write_atomically
 from angpt.training import plan
 from angpt.training.plan import ANCHOR, Rule

@@ -16,7 +16,7 @@ from angpt.fits.isoflop import IsoFlop, fit_isoflop
 from angpt.fits.parametric import Parametric, fit_parametric
 from angpt.fits.powerlaw import Difference, Estimate, Floats, PowerLaw, difference, welch
 from angpt.fits.records import Table
-from angpt.studies.text import label, quantity
+from angpt.present.words import label, quantity
 
 Approach = Literal["frontier", "isoflop", "parametric"]
 APPROACHES: dict[Approach, str] = {

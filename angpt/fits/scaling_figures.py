@@ -19,9 +19,9 @@ from angpt.fits.isoflop import IsoFlop, Level
 from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import Floats
 from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, ScalingFit, saving
-from angpt.report.chart import Absent, Chart, Row
-from angpt.report.style import DEPTH, INK, Look, fold_legend, looks, panels, plain_log_axis
-from angpt.studies.text import label, listed, quantity
+from angpt.present.charts import Absent, Chart, Row
+from angpt.present.style import DEPTH, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.present.words import label, listed, quantity
 
 MANY = 1500
 """Points from which a cloud is drawn as pixels also in SVG files."""

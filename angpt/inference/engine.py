@@ -46,7 +46,7 @@ def decoder_of(model: Folded, batch: int, step: Step) -> Callable[..., Tensor]:
         return partial(model.decode, layer=compiled_layer())
     if step == "kernels" or (step == "auto" and on_gpu and batch <= KERNEL_ROWS):
         if on_gpu:
-            from angpt.inference import kernels
+            from angpt.fast import decode_kernels as kernels
 
             if kernels.supports(model):
                 return partial(kernels.decode, model)

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from angpt.config import ModelConfig
+from angpt.constraints import Constraint
 from angpt.models import decoder, factors
-from angpt.models.constraints import Constraint
 from angpt.models.primitives import Context, LearnedScale, LerpFactor, swiglu, update
 
 

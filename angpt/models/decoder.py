@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
+from angpt.constraints import Constraint, project_
 from angpt.errors import UserError
-from angpt.models.constraints import Constraint, project_
 from angpt.models.primitives import (
     Context,
     Linear,

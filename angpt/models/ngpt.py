@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from angpt.config import ModelConfig
+from angpt.constraints import Constraint
 from angpt.models import decoder
-from angpt.models.constraints import Constraint
 from angpt.models.primitives import Context, LearnedScale, PositiveScale, swiglu, update
 
 

@@ -64,7 +64,7 @@ def update(
 ) -> Tensor:
     """The residual update lerp(h, norm(x · scale), α, ν(α)), or the norm of that."""
     if use_kernels(h):
-        from angpt.models import kernels
+        from angpt.fast import block_kernels as kernels
 
         return kernels.update(
             h.contiguous(), x.to(h.dtype).contiguous(), alpha.contiguous(), nu.of_alpha, nu.times, scale, normed
@@ -76,7 +76,7 @@ def update(
 def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
     """u · SiLU(z) of u, z = uz · scale."""
     if use_kernels(uz):
-        from angpt.models import kernels
+        from angpt.fast import block_kernels as kernels
 
         return kernels.swiglu(uz.contiguous(), scale)
     u, z = (uz if scale == 1.0 else uz * scale).chunk(2, dim=-1)
@@ -86,7 +86,7 @@ def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of logits (N, V), which must not be used any more; targets of −100 are not counted."""
     if use_kernels(logits):
-        from angpt.models import loss_kernels
+        from angpt.fast import loss_kernels
 
         return loss_kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
     return F.cross_entropy(wide(logits), targets)
@@ -142,7 +142,7 @@ class Linear(nn.Linear):
         if scale is None:
             return F.linear(x, self.weight)
         if use_kernels(self.weight) and x.dtype == self.weight.dtype:
-            from angpt.models import kernels
+            from angpt.fast import block_kernels as kernels
 
             return kernels.scaled_linear(x, self.weight, scale)
         return F.linear(x, (self.weight * scale[:, None]).to(self.weight.dtype))
@@ -165,7 +165,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gain = self.gamma * self.factor
         if use_kernels(x):
-            from angpt.models import kernels
+            from angpt.fast import block_kernels as kernels
 
             return kernels.scaled_rms(x.contiguous(), gain)
         return (rms(wide(x)) * gain).to(x.dtype)
@@ -199,7 +199,7 @@ def normed_heads(
     """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, times a gain per head and dimension, or one
     for all."""
     if use_kernels(qkv) and d_head in (16, 32, 64, 128, 256) and ctx.cos.shape[-1] > 0:
-        from angpt.models import head_kernels
+        from angpt.fast import head_kernels
 
         packed = qkv.view(*qkv.shape[:2], 3, -1, d_head)
         q_full, k_full = (

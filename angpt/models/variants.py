@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
+from angpt.constraints import Constraint
 from angpt.errors import UserError, nearest
 from angpt.models import angpt, factors, gptplus, ngpt
 from angpt.models.angpt import AnGPT
-from angpt.models.constraints import Constraint
 from angpt.models.decoder import Decoder
 from angpt.models.gptplus import GPTPlus
 from angpt.models.ngpt import NGPT

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from angpt.evaluation.results import Line, lines, number, read_results
+from angpt.present import words as text
 from angpt.report.records import Study
-from angpt.studies import text
 
 
 @dataclass(frozen=True)

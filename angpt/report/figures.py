@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from angpt.report.chart import Absent, Chart, Row
+from angpt.present.charts import Absent, Chart, Row
+from angpt.present.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
+from angpt.present.words import interval, label, listed, overhead, quantity, speedup
 from angpt.report.records import Evaluation, RunRecords, Study
-from angpt.report.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.studies.results import Cell, Cost, Interval, SpeedUp
-from angpt.studies.text import interval, label, listed, overhead, quantity, speedup
 
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""

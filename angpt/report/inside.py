@@ -10,9 +10,9 @@ from angpt.analysis.claims import Claim, claims
 from angpt.analysis.shift_charts import SHIFT_CHARTS
 from angpt.analysis.tables import Table, tables
 from angpt.errors import UserError
-from angpt.report.chart import Absent, Chart, Drawn, write_chart
+from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.words import quantity
 from angpt.report.records import RunRecords, Study
-from angpt.studies.text import quantity
 from angpt.training.run import Run
 
 FILE = "analysis.json"

@@ -10,10 +10,10 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from angpt.report.chart import Absent, Chart, Row
+from angpt.present.charts import Absent, Chart, Row
+from angpt.present.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
+from angpt.present.words import label, quantity
 from angpt.report.records import LayerHistory, Study
-from angpt.report.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
-from angpt.studies.text import label, quantity
 
 Values = NDArray[np.float64]
 

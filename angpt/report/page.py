@@ -6,15 +6,15 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from angpt.report.chart import Absent, Chart, Drawn, write_chart
+from angpt.present import words as text
+from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.style import looks
 from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
 from angpt.report.layer_figures import alphas, input_norms, row_norms
 from angpt.report.records import Study, read_study
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
-from angpt.report.style import looks
-from angpt.studies import text
 from angpt.studies.results import Cell, Result
 from angpt.system import write_atomically
 

@@ -13,8 +13,8 @@ from angpt.errors import UserError
 from angpt.inference.generate import generate
 from angpt.inference.sampling import Sampling
 from angpt.inference.source import open_source
+from angpt.present.words import label
 from angpt.report.records import Study
-from angpt.studies.text import label
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
 TEMPERATURE, TOP_K, SEED = 0.8, 50, 0

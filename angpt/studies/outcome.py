@@ -13,6 +13,7 @@ from rich.table import Table
 from scipy import stats
 
 from angpt.errors import UserError
+from angpt.present.words import interval, label, overhead, plural
 from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, baseline, budget_name, budget_tokens, sized
 from angpt.studies.jobs import State, ended, state_of
@@ -21,7 +22,6 @@ from angpt.studies.search import Optimum, optimum
 from angpt.studies.speedup import CONFIDENCE, Deviation, mean_loss, pooled_deviation
 from angpt.studies.study import Study
 from angpt.studies.summarise import summarise
-from angpt.studies.text import interval, label, overhead, plural
 from angpt.system import write_atomically
 from angpt.training.plan import count
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
+from angpt.present.words import duration, label, plural, quantity
 from angpt.studies.cluster import in_queue
 from angpt.studies.jobs import Job, State, ended, failure_of, newest_record, state_of
 from angpt.studies.study import Study
-from angpt.studies.text import duration, label, plural, quantity
 from angpt.system import available_cores
 from angpt.training.hardware import peak_flops
 from angpt.training.run import Run

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angpt.config import TrainConfig, parse_budget
+from angpt.present.words import label, quantity
 from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, RunStatus, SpeedUp
 from angpt.studies.speedup import Point, differ, mean_loss, mean_of, pooled_deviation, speed_up
-from angpt.studies.text import label, quantity
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 

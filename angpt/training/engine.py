@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
+from angpt.fast.graphs import Recorded, held_up_by_python
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.training.optimizer import Adam
+from angpt.optim.adam import Adam
 from angpt.training.parallel import Ranks, Reducer
-from angpt.training.recorded import Recorded, held_up_by_python
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
@@ -176,7 +176,7 @@ def compile_parts(model: Decoder, blocks: bool) -> None:
 def compiler_options(model: Decoder) -> dict[str, Any]:
     options: dict[str, Any] = {"dynamic": False}
     if next(model.parameters()).is_cuda:
-        from angpt.training import fusion
+        from angpt.fast import fusion
 
         options["options"] = fusion.OPTIONS
     return options

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from angpt.analysis.commands import ALL
+from angpt.cli.analysis import ALL
 from angpt.studies.compare import Comparison
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet

@@ -6,8 +6,8 @@ import torch
 
 from angpt.analysis import norms
 from angpt.analysis.history import History
+from angpt.constraints import Constraint, apply_constraints
 from angpt.models import decoder
-from angpt.models.constraints import Constraint, apply_constraints
 from angpt.models.factors import nu_lerp
 from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm

@@ -10,7 +10,7 @@ import torch
 from angpt.bench import optimizer
 from angpt.bench.measure import Interval, in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped, record_alike
-from angpt.cli import main
+from angpt.cli.main import main
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.variants import build

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from angpt.bench.decode import Subject, bench_decode, floor_bytes, tables
-from angpt.cli import main
+from angpt.cli.main import main
 from angpt.config import SIZES, ModelConfig
 from angpt.errors import UserError
 from angpt.inference.fold import fold

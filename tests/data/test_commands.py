@@ -4,7 +4,7 @@ import sys
 import pytest
 import tyro
 
-from angpt.data.commands import default_name, info, prepare
+from angpt.cli.data import default_name, info, prepare
 from angpt.data.shards import Index
 from angpt.errors import UserError
 
@@ -43,6 +43,6 @@ def test_name_of_the_folder(tmp_path):
 
 def test_the_module_is_light():
     """`angpt --help` loads it, and must not wait for torch."""
-    script = "import sys, angpt.data.commands; print({'torch', 'numpy', 'tokenizers', 'pyarrow'} & set(sys.modules))"
+    script = "import sys, angpt.cli.data; print({'torch', 'numpy', 'tokenizers', 'pyarrow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

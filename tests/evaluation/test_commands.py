@@ -171,7 +171,7 @@ WITHOUT = """
 import sys
 hidden, *args = sys.argv[1:]
 sys.modules.update(dict.fromkeys(hidden.split(",")))  # an import of these is an error now
-import angpt.cli
+import angpt.cli.main
 angpt.cli.main(args)
 """
 

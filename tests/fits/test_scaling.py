@@ -14,7 +14,7 @@ from angpt.fits.output import hparam_tables, hparam_values, plain, scaling_table
 from angpt.fits.records import Record, average
 from angpt.fits.scaling import APPROACHES, Options, fit_scaling
 from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
-from angpt.report.chart import Absent, Chart
+from angpt.present.charts import Absent, Chart
 from tests.fits.synthetic import Law, isoflop_records
 
 SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from angpt.cli.inference import all_graphs
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.inference import folded as folded_module
-from angpt.inference.commands import all_graphs
 from angpt.inference.fold import fold
 from angpt.inference.graph import BLOCK, operations, read_graph
 from angpt.models import angpt, decoder, gptplus

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
+from angpt.analysis.factor_report import activation, draw_concentration, factor_rows, factor_tables
 from angpt.config import SIZES, ModelConfig
 from angpt.models import angpt, factors
-from angpt.models.factor_report import activation, draw_concentration, factor_rows, factor_tables
 from angpt.models.factors import ACTIVATION_ASSUMPTIONS
 from angpt.models.primitives import LerpFactor
 from angpt.models.variants import build

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from angpt.config import SIZES, ModelConfig
+from angpt.constraints import largest_violation
 from angpt.errors import UserError
-from angpt.models.constraints import largest_violation
 from angpt.models.variants import ARCHITECTURES, build
 from tests.models import reference
 from tests.models.conftest import TINY, some_tokens, tiny

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from angpt.config import ModelConfig
+from angpt.constraints import constrain
 from angpt.errors import UserError
-from angpt.models.constraints import constrain
 from angpt.models.primitives import rms
 from angpt.models.variants import ARCHITECTURES, architecture, build
 from tests.models.conftest import TINY, some_tokens, tiny

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from angpt.errors import UserError
+from angpt.present import words as text
 from angpt.report import inside, write_report
-from angpt.studies import text
 from angpt.studies.results import Interval, Result, SpeedUp
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
@@ -213,7 +213,7 @@ def test_without_tokenizer_layers_or_checkpoints(tmp_path: Path) -> None:
 
 
 def test_many_variants_have_different_looks(tmp_path: Path) -> None:
-    from angpt.report.style import FURTHER, looks
+    from angpt.present.style import FURTHER, looks
 
     names = ["angpt", *(f"angpt/v{i}" for i in range(20)), "gpt+"]
     found = looks(names)

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import torch
 
-from angpt.cli import main
+from angpt.cli.main import main
 from angpt.config import read_toml, to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError

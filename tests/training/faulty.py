@@ -7,7 +7,7 @@ import os
 import signal
 import time
 
-from angpt.cli import main
+from angpt.cli.main import main
 from angpt.training.parallel import restarted
 from angpt.training.sharded import Writer
 from angpt.training.trainer import Trainer

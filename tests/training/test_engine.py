@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.training.engine import Engine, low_precision
-from tests.training.test_optimizer import batches, tiny
+from tests.optim.test_adam import batches, tiny
 
 CONFIG = OptimizerConfig(weight_decay=0.0)
 

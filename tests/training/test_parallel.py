@@ -14,9 +14,9 @@ import torch
 import torch.distributed
 
 from angpt.config import ModelConfig, OptimizerConfig
+from angpt.constraints import largest_violation
 from angpt.data.loader import Batch
 from angpt.errors import UserError
-from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training.engine import Engine
 from angpt.training.parallel import agree, connect
@@ -154,7 +154,7 @@ def test_one_process_pays_nothing():
 import sys, torch
 before = {name for name in sys.modules if name.startswith("torch.distributed")}
 import angpt.training.launch, angpt.cli
-from tests.training.test_optimizer import batches, tiny
+from tests.optim.test_adam import batches, tiny
 from angpt.config import OptimizerConfig
 from angpt.training.engine import Engine
 from angpt.training.parallel import ALONE, connect

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from angpt.config import to_toml
+from angpt.constraints import largest_violation
 from angpt.errors import UserError
-from angpt.models.constraints import largest_violation
 from angpt.models.variants import build
 from angpt.training import checkpoint
 from angpt.training.launch import resume, start

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from angpt.report.style import INK, styled
+from angpt.present.style import INK, styled
 
 Row = tuple[str | float | int | None, ...]
 

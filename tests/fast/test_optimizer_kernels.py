@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from angpt.models.constraints import Constraint
-from angpt.training.optimizer import Part, adam_
+from angpt.constraints import Constraint
+from angpt.optim.adam import Part, adam_
 from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
 
 
@@ -13,7 +13,7 @@ from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
     "constraint", [None, *(Constraint(kind, dim) for kind in ("bound", "unit") for dim in (0, 1))], ids=str
 )
 def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
-    from angpt.training import kernels
+    from angpt.fast import optimizer_kernels as kernels
 
     # Several matrices in one launch, of different lengths; another gradient and no copy for the last.
     weights = [torch.randn(rows, shape[1], device=DEVICE) / shape[1] ** 0.5 for rows in (shape[0], 60, shape[0])]

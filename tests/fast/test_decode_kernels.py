@@ -24,7 +24,7 @@ def folded(*names: str, **sizes: int) -> Folded:
 
 def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int):
     """Logits and caches after one step: rows are the positions of the new tokens."""
-    from angpt.inference import kernels
+    from angpt.fast import decode_kernels as kernels
 
     generator = torch.Generator().manual_seed(1)
     tokens = some_tokens(len(rows)).to(DEVICE)
@@ -70,7 +70,7 @@ def test_a_width_that_is_no_power_of_two() -> None:
 
 
 def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
-    from angpt.inference import kernels
+    from angpt.fast import decode_kernels as kernels
 
     assert kernels.supports(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16))
     assert not kernels.supports(fold(tiny(d_model=32)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from angpt.models import kernels
+from angpt.fast import block_kernels as kernels
 
 aten, ours = torch.ops.aten, torch.ops.angpt
 

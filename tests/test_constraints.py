@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import angpt
-from angpt.models.constraints import Constraint, apply_constraints, largest_violation, norms, project_
+from angpt.constraints import Constraint, apply_constraints, largest_violation, norms, project_
 from angpt.models.variants import build
 from tests.models.conftest import TINY, some_tokens
 

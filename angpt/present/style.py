@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from angpt.studies.text import quantity
+from angpt.present.words import quantity
 
 INK = "#16181d"
 """Text and axes; in the page it becomes the colour of the page's text."""

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from angpt.config import ModelConfig, OptimizerConfig
+from angpt.constraints import constrain, largest_violation
 from angpt.data.loader import Batch
-from angpt.models.constraints import constrain, largest_violation
 from angpt.models.variants import build
+from angpt.optim.adam import Adam, total_norm
 from angpt.training.engine import Engine
-from angpt.training.optimizer import Adam, total_norm
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt", "ngpt/bounded", "gpt+/dyt")
 

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from angpt.models.constraints import TINY, Constraint
-from angpt.training.optimizer import ALIGNMENT, Part
+from angpt.constraints import TINY, Constraint
+from angpt.optim.adam import ALIGNMENT, Part
 
 TILE = 2048
 """Elements that one program holds in registers, where a row has not more."""

@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from angpt.bench import footprint as scaling
+from angpt.bench.footprint import Machine, activation_bytes, count, state_bytes, traffic
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.models.variants import build
-from angpt.training import scaling
 from angpt.training.engine import Engine
 from angpt.training.parallel import connect
-from angpt.training.scaling import Machine, activation_bytes, count, state_bytes, traffic
+from tests.optim.test_adam import batches
 from tests.training.ranks import spread
-from tests.training.test_optimizer import batches
 
 DOCS = Path(__file__).parents[2] / "docs"
 TINY = ModelConfig(architecture="angpt", d_model=32, n_layers=2, n_heads=2, vocab_size=53, context=16)

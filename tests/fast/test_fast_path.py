@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from angpt.config import ModelConfig, OptimizerConfig
+from angpt.constraints import constrain
 from angpt.data.loader import Batch
 from angpt.models import primitives
-from angpt.models.constraints import constrain
 from angpt.models.variants import build
 from angpt.training.engine import Engine, attention_backends, low_precision
 

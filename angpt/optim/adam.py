@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from angpt.config import OptimizerConfig
-from angpt.models.constraints import Constraint, project_, project_columns_
+from angpt.constraints import Constraint, project_, project_columns_
 from angpt.models.decoder import Decoder
 from angpt.training.parallel import like, local
 
@@ -140,7 +140,7 @@ class Adam:
         for part, g in zip(self.parts, gradients, strict=True):
             (ours if _has_kernel(part) else rest).append((part, g))
         if ours:
-            from angpt.training import kernels
+            from angpt.fast import optimizer_kernels as kernels
 
             kernels.adam_([part for part, _ in ours], [g for _, g in ours], clip, lr=lr, **options)
         if rest:
@@ -188,7 +188,7 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if rest:
         squares = torch.stack(torch._foreach_norm(rest, 2, dtype=torch.float32)).square().sum()
     for dtype in {x.dtype for x in large}:
-        from angpt.training import kernels
+        from angpt.fast import optimizer_kernels as kernels
 
         squares = squares + kernels.square_sum([x for x in large if x.dtype == dtype])
     return squares

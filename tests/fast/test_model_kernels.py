@@ -56,7 +56,8 @@ def test_linear_with_scaled_rows(shape):
 @pytest.fixture
 def few_programs(monkeypatch):
     """So few that each has several tiles to sum."""
-    from angpt.models import head_kernels, kernels
+    from angpt.fast import block_kernels as kernels
+    from angpt.fast import head_kernels
 
     for module in (head_kernels, kernels):
         monkeypatch.setattr(module, "PROGRAMS", 3)
@@ -106,7 +107,7 @@ def test_rms(d):
 
 @pytest.mark.usefixtures("few_programs")
 def test_gradient_of_rms_added_to_another():
-    from angpt.models.kernels import rms_backward
+    from angpt.fast.block_kernels import rms_backward
 
     x, dy, total = (draw(5, 7, 96).detach() for _ in range(3))
     gain = torch.rand(96, device=DEVICE)

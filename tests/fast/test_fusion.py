@@ -12,9 +12,9 @@ from torch.library import custom_op
 
 pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
 
-from angpt.models import kernels
-from angpt.models.kernels import scaled_rms
-from angpt.training.fusion import OPTIONS, AddProducts, FindSums
+from angpt.fast import block_kernels as kernels
+from angpt.fast.block_kernels import scaled_rms
+from angpt.fast.fusion import OPTIONS, AddProducts, FindSums
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU
 
 ROUNDING = 1e-2 if ON_GPU else 1e-6  # a few roundings to bf16, or to fp32

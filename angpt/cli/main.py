@@ -12,16 +12,16 @@ import tyro
 from rich.console import Console
 from tyro.extras import SubcommandApp
 
-from angpt.analysis.commands import analyze
-from angpt.bench import commands as benches
+from angpt.cli import bench as benches
+from angpt.cli.analysis import analyze
+from angpt.cli.data import info, prepare
+from angpt.cli.evaluation import evaluate
+from angpt.cli.fits import hparams, scaling
+from angpt.cli.inference import export_hf, fold_command, generate_command, import_hf
+from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
+from angpt.cli.train import train_command
 from angpt.config import SIZES, ModelConfig
-from angpt.data.commands import info, prepare
 from angpt.errors import UserError
-from angpt.evaluation.commands import evaluate
-from angpt.fits.commands import hparams, scaling
-from angpt.inference.commands import export_hf, fold_command, generate_command, import_hf
-from angpt.studies.commands import compare_command, report, study_plan, study_run, study_status
-from angpt.training.commands import train_command
 from angpt.version import __version__
 
 out = Console()
@@ -124,7 +124,7 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         seed: Of the Monte-Carlo estimate.
         figure: Also draw how the length of a vector concentrates as the dimension grows, into this file.
     """
-    from angpt.models.factor_report import draw_concentration, factor_tables
+    from angpt.analysis.factor_report import draw_concentration, factor_tables
 
     if draws < 1:
         raise UserError(f"draws = {draws}: at least one is needed")

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import tyro
 
+from angpt.cli.train import EXIT_INTERRUPTED, starting_point, without_rates
 from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.studies.config import CompareConfig
 from angpt.system import available_cores
-from angpt.training.commands import EXIT_INTERRUPTED, starting_point, without_rates
 
 STUDIES = Path("studies")
 

@@ -1,0 +1,1 @@
+"""The `angpt` command: one module per group of sub-commands; `main` puts them together."""

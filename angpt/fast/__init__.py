@@ -1,0 +1,1 @@
+"""Faster forms of what `models` and `optim` compute, for GPUs."""

@@ -1,0 +1,1 @@
+"""Charts, tables and numbers in words, for pages, terminals and files."""
