@@ -1,0 +1,81 @@
+"""The registry of operations: each has a plain form in PyTorch and may have a fast form, which `angpt.fast` registers.
+
+Calling an operation runs its fast form where that applies to the arguments, and its plain form otherwise. One switch
+turns all fast forms off: `--kernels off`, `use_kernels("off")`, or the environment variable ANGPT_KERNELS=off.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Literal, ParamSpec, TypeVar
+
+from angpt.errors import UserError
+
+Kernels = Literal["auto", "off"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+OPERATIONS: dict[str, "Operation[..., object]"] = {}
+"""All operations by name."""
+VARIABLE = "ANGPT_KERNELS"
+
+_enabled = os.environ.get(VARIABLE, "auto") != "off"
+
+
+def _never(*args: object, **kwargs: object) -> bool:
+    return False
+
+
+class Operation(Generic[P, R]):
+    """A function with a plain form and, for the arguments for which `applies` is true, a fast form."""
+
+    def __init__(self, plain: Callable[P, R]) -> None:
+        functools.update_wrapper(self, plain)
+        self.name: str = plain.__name__
+        self.plain = plain
+        self.fast: Callable[P, R] | None = None
+        self.applies: Callable[..., bool] = _never
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _enabled and self.fast is not None and self.applies(*args, **kwargs):
+            return self.fast(*args, **kwargs)
+        return self.plain(*args, **kwargs)
+
+    def accelerate(self, fast: Callable[P, R], applies: Callable[..., bool]) -> None:
+        """Register the fast form, and the arguments (as a predicate on them) that it can take."""
+        self.fast, self.applies = fast, applies
+
+
+def operation(plain: Callable[P, R]) -> Operation[P, R]:
+    """Decorator: make a function the plain form of an operation, and put it in the registry."""
+    if plain.__name__ in OPERATIONS:
+        raise ValueError(f"there are two operations of the name {plain.__name__}")
+    made = Operation(plain)
+    OPERATIONS[plain.__name__] = made
+    return made
+
+
+def kernels_enabled() -> bool:
+    """True unless the switch is off."""
+    return _enabled
+
+
+def use_kernels(kernels: Kernels) -> None:
+    """Set the switch for this process. ANGPT_KERNELS=off wins over "auto"."""
+    global _enabled
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in ("auto", "off"):
+        raise UserError(f"the environment variable {VARIABLE} must be auto or off, not {wanted!r}")
+    _enabled = kernels == "auto" and wanted == "auto"
+
+
+@contextmanager
+def kernels(mode: Kernels) -> Iterator[None]:
+    """Set the switch inside a `with` block."""
+    before = _enabled
+    use_kernels(mode)
+    try:
+        yield
+    finally:
+        globals()["_enabled"] = before
