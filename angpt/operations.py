@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from angpt.errors import UserError
 
@@ -16,7 +16,7 @@ Kernels = Literal["auto", "off"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-OPERATIONS: dict[str, "Operation[..., object]"] = {}
+OPERATIONS: dict[str, "Operation[Any, Any]"] = {}
 """All operations by name."""
 VARIABLE = "ANGPT_KERNELS"
 
