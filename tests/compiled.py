@@ -73,7 +73,7 @@ def models() -> dict[str, dict]:
     stream_back = stream | {"dy_ptr": BF16, "dh_ptr": BF16, "dx_ptr": BF16, "terms_ptr": FP32}
     norm_back = dict.fromkeys(("x_ptr", "dy_ptr", "total_ptr", "dx_ptr"), BF16)
     norm_back |= {"gain_ptr": FP32, "terms_ptr": FP32, "n_rows": "i32", "width": "i32"}
-    lerp = {"NU": True, "TIMES": 1.0, "SCALE": 1.0, "NORMED": False, "EPS": 1e-20}
+    lerp = {"NU": True, "TIMES": 1.0, "NORMED": False, "EPS": 1e-20}
     packed = {"qkv_ptr": BF16, "cos_ptr": FP32, "sin_ptr": FP32, "q_gain_ptr": FP32, "k_gain_ptr": FP32}
     packed |= {"n_tokens": "i32", "heads": "i32", "period": "i32"}
     packed_back = packed | dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dqkv_ptr"), BF16)
@@ -83,8 +83,8 @@ def models() -> dict[str, dict]:
     unit = {"BLOCK": k.BLOCK}
     return {
         "cross-entropy": build(loss._cross_entropy, logits, loss.WARPS, GRADIENT=True, **lanes),
-        "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, SCALE=1.0, **unit),
-        "swiglu backward": build(k._swiglu_backward, pair | {"dh_ptr": BF16, "duz_ptr": BF16}, 4, SCALE=1.0, **unit),
+        "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, FACTOR=1.0, **unit),
+        "swiglu backward": build(k._swiglu_backward, pair | {"dh_ptr": BF16, "duz_ptr": BF16}, 4, FACTOR=1.0, **unit),
         "update": build(k._update, stream | {"y_ptr": BF16}, **lerp, **k._tile(1024, k.TILE, k.WARPS)),
         **{
             f"update backward, {width}": build(k._update_backward, stream_back, **lerp, **k._tile_back(width))

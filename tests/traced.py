@@ -21,9 +21,12 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
 from angpt.config import ModelConfig
+from angpt.fast import models
 from angpt.fast.fusion import OPTIONS
+from angpt.fast.models import bf16_on_gpu
 from angpt.models import primitives
 from angpt.models.variants import build
+from angpt.operations import OPERATIONS
 from angpt.training.engine import low_precision
 from tests.compiled import HOPPER
 
@@ -47,7 +50,8 @@ def operations(architecture: str) -> dict[str, Counter]:
             post_grad_passes(module, is_inference=False)
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         small = [n for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.numel() < h.numel()]
-        return Counter(str(node.target).rpartition(".")[0] for node in nodes if node not in small)
+        names = (str(node.target).rpartition(".")[0] for node in nodes if node not in small)
+        return Counter("product" if name in ("aten.mm", "aten.addmm") else name for name in names)
 
     def backward(module, examples):
         found["backward"] = passes(module, examples)
@@ -63,7 +67,13 @@ def operations(architecture: str) -> dict[str, Counter]:
     size = ModelConfig(architecture=architecture, d_model=128, n_layers=1, n_heads=2, vocab_size=64, context=64)
     model = low_precision(build(size), torch.bfloat16)
     h = torch.zeros(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
-    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn)
+    differentiate = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn)
+
+    def backend(module, examples):
+        OPTIONS["pre_grad_custom_pass"](module.graph)
+        module.recompile()
+        return differentiate(module, examples)
+
     compiled = torch.compile(model.blocks[0], backend=backend)
     try:
         with config.patch(OPTIONS):
@@ -76,7 +86,10 @@ def operations(architecture: str) -> dict[str, Counter]:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    primitives.use_kernels = lambda x: x.dtype == torch.bfloat16
-    names = ("angpt.add_product_", "aten.mm", "aten.add", "aten.clone")
+    for operation in OPERATIONS.values():
+        if operation.applies is bf16_on_gpu:
+            operation.applies = lambda x, *args: x.dtype == torch.bfloat16
+    models.bf16_on_gpu = lambda x: x.dtype == torch.bfloat16
+    names = ("angpt.add_product_", "product", "aten.add", "aten.mul", "aten.clone")
     traced = {name: operations(name) for name in sys.argv[1:]}
     json.dump({k: {which: [c[n] for n in names] for which, c in v.items()} for k, v in traced.items()}, sys.stdout)

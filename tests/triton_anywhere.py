@@ -9,6 +9,8 @@ import os
 import pytest
 import torch
 
+from angpt.operations import OPERATIONS
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -23,12 +25,13 @@ def kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if ON_GPU:
         return
-    from angpt.fast import block_kernels as kernels
-    from angpt.fast import head_kernels
-    from angpt.models import primitives
+    from angpt.fast import block_kernels, head_kernels, models
 
-    monkeypatch.setattr(primitives, "use_kernels", lambda x: x.dtype == DTYPE)
-    for module in (kernels, head_kernels):
+    monkeypatch.setattr(models, "bf16_on_gpu", on_device := lambda x, *args, **kwargs: x.dtype == DTYPE)
+    for operation in OPERATIONS.values():
+        if operation.applies.__name__ == "bf16_on_gpu":
+            monkeypatch.setattr(operation, "applies", on_device)
+    for module in (block_kernels, head_kernels):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)  # for the compiler, which does not take part
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -9,18 +9,18 @@ from rich import box
 from rich.table import Table
 
 from angpt.config import ModelConfig
-from angpt.models import angpt
+from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.factors import (
     ACTIVATION_ASSUMPTIONS,
     Estimate,
     Factors,
+    LerpFactor,
     constants,
     estimate,
     lerp_sample,
     linear_sample,
     nu_lerp,
 )
-from angpt.models.primitives import LerpFactor
 
 ALPHA = 0.05
 INPUTS = 512
@@ -84,14 +84,14 @@ def function_effects() -> dict[str, float]:
     tokens = torch.randint(cfg.vocab_size, (2, cfg.context), generator=torch.Generator().manual_seed(0))
 
     def logits(nu: Factors, residual: float) -> torch.Tensor:
-        class Block(angpt.Block):
+        class Block(AnGPTBlock):
             def constants(self, cfg: ModelConfig) -> Factors:
                 return nu
 
             def residual_factor(self) -> LerpFactor:
                 return LerpFactor(times=residual)
 
-        model = type("Probe", (angpt.AnGPT,), {"Block": Block})(cfg).double()
+        model = type("Probe", (AnGPT,), {"Block": Block})(cfg).double()
         model.init_weights(torch.Generator().manual_seed(0))
         with torch.no_grad():
             return model(tokens)

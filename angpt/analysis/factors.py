@@ -86,23 +86,26 @@ class FactorProbe(Probe):
             self.units.setdefault((name, layer), Lengths()).add(unit)
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
-        nu, into, out = constants(block), length(x), length(y)
+        nu, into = constants(block), length(x)
+        own = 1.0 if isinstance(scale, Tensor) else scale
         if isinstance(getattr(block, "nu", None), Factors):
             self.constants[layer] = nu
         match name:
             case "W_qkv":
                 for part, vectors in zip("qkv", split_heads(y, block.d_head), strict=True):
-                    plain = length(vectors)  # (B, H, T)
+                    plain = length(vectors) / own  # (B, H, T)
                     self.note(part, layer, plain, plain / into[:, None])
             case "W_p":
-                self.note("p", layer, out * nu.qkv, out * math.sqrt(y.shape[-1] // block.d_head) / into)
+                plain = length(y) / own
+                self.note("p", layer, plain, plain * math.sqrt(y.shape[-1] // block.d_head) / into)
             case "W_uz":
                 for part, vectors in zip("uz", y.chunk(2, dim=-1), strict=True):
-                    plain = length(vectors)
+                    plain = length(vectors) / own
                     self.note(part, layer, plain, plain / into)
             case "W_d":
-                self.note("acf", layer, into)
-                self.note("d", layer, out * nu.acf, out / into)
+                plain = length(y) / own
+                self.note("acf", layer, into / nu.acf)
+                self.note("d", layer, plain, plain / into)
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.interpolation("lerp_a", getattr(block, "alpha_a", None), layer, block, h, x)
@@ -115,7 +118,7 @@ class FactorProbe(Probe):
     ) -> None:
         if scale is None:
             return
-        h, x, alpha = wide(h), norm(wide(x)), scale()
+        h, x, alpha = wide(h), wide(x), scale()
         self.note(name, layer, length(lerp(h, x, alpha)), length(lerp(norm(h), x, alpha)))
         if (factor := getattr(block, "nu_lerp", None)) is not None:
             self.applied.setdefault((name, layer), Lengths()).add(length(lerp(h, x, alpha, factor(alpha))))

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from angpt.analysis.history import History
-from angpt.analysis.probe import Lengths, Probe, Stats, added, constants, length, ratio
+from angpt.analysis.probe import Lengths, Probe, Stats, length, ratio
 from angpt.constraints import norms as lengths_along
 from angpt.models.decoder import Block, Decoder
-from angpt.models.primitives import wide
 from angpt.training.moments import matrix_group
 
 ON_BOUND = 1e-3
@@ -100,27 +99,26 @@ class NormProbe(Probe):
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.note("attention", "stream", layer, h)
-        self.note("attention", "update", layer, added(block, x))
+        self.note("attention", "update", layer, x)
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
         self.note("attention", "after", layer, h)
         self.note("mlp", "stream", layer, h)
-        self.note("mlp", "update", layer, added(block, x))
+        self.note("mlp", "update", layer, x)
 
     def output(self, layer: int, h: Tensor) -> None:
         self.note("mlp", "after", layer, h)
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
-        nu = constants(block)
         match name:
             case "W_qkv":
                 self.note("attention", "input", layer, x)
             case "W_p":
-                self.note("attention", "output", layer, wide(y) * (nu.qkv * nu.p))
+                self.note("attention", "output", layer, y)
             case "W_uz":
                 self.note("mlp", "input", layer, x)
             case "W_d":
-                self.note("mlp", "output", layer, wide(y) * (nu.acf * nu.d))
+                self.note("mlp", "output", layer, y)
 
     def stream(self) -> tuple[Stats, ...]:
         entering = [self.found["attention", "stream", layer] for layer in range(self.layers)]

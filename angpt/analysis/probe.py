@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from angpt.data.loader import Batch
-from angpt.models import angpt, ngpt
 from angpt.models.decoder import Block, Decoder
 from angpt.models.factors import NONE, Factors
-from angpt.models.primitives import Context, Linear, norm, wide
+from angpt.models.primitives import Context, Linear, wide
 
 LOGITS = 1 << 26
 """Logits that exist at a time: 256 MiB of fp32. A long sequence of a large vocabulary would fill the memory."""
@@ -94,28 +93,19 @@ def length(x: Tensor) -> Tensor:
 
 
 def constants(block: Block) -> Factors:
-    """The constant factors of a block, all 1 where the architecture has none.
-
-    The models multiply with ν_qkv, ν_p, ν_acf and ν_d where it is cheapest, in the residual update: what a probe sees
-    of the linear maps is without them.
-    """
+    """The constant factors of a block, all 1 where the architecture has none."""
     found = getattr(block, "nu", NONE)
     return found if isinstance(found, Factors) else NONE
-
-
-def added(block: Block, x: Tensor) -> Tensor:
-    """What the residual stream receives of x: the norm behind a block belongs to the update in nGPT and anGPT."""
-    return norm(wide(x)) if isinstance(block, ngpt.Block | angpt.Block) else x
 
 
 class Probe:
     """What a probe can see; each overrides what it wants. Layers count from 0."""
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        """The attention of a layer has made x, in front of any norm, from the stream h."""
+        """The attention of a layer has made x, which the residual update takes in, from the stream h."""
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        """The MLP of a layer has made x, in front of any norm, from the stream h."""
+        """The MLP of a layer has made x, which the residual update takes in, from the stream h."""
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
         """A linear map of a block has made y = W x · scale."""
@@ -188,10 +178,10 @@ def _caller(probes: Sequence[Probe], what: str, layer: int, block: Block) -> Cal
 
 
 def _attend(method: Callable[..., Tensor], probes: Sequence[Probe], layer: int) -> Callable[..., Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, ctx: Context, gain: Tensor | float) -> Tensor:
         for probe in probes:
-            probe.attend(layer, q, k, v, ctx)
-        return method(q, k, v, ctx)
+            probe.attend(layer, q * gain, k, v, ctx)
+        return method(q, k, v, ctx, gain)
 
     return call
 
@@ -206,7 +196,7 @@ def _output(probes: Sequence[Probe], layer: int) -> Callable[..., None]:
 
 def _linear(probes: Sequence[Probe], layer: int, block: Block, name: str) -> Callable[..., None]:
     def hook(part: Linear, args: tuple[Any, ...], options: dict[str, Any], y: Tensor) -> None:
-        scale = args[1] if len(args) > 1 else options.get("scale", 1.0)
+        scale = args[1] if len(args) > 1 else options.get("factor", 1.0)
         for probe in probes:
             probe.linear(layer, block, name, args[0], scale, y)
 

@@ -15,9 +15,9 @@ from angpt.config import ModelConfig, Step
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
-from angpt.inference.folded import Folded
 from angpt.inference.sampling import GREEDY
 from angpt.models.decoder import Decoder
+from angpt.models.folded import Folded
 from angpt.models.variants import build
 from angpt.training.hardware import bandwidth, synchronize
 

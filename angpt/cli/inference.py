@@ -14,8 +14,8 @@ from angpt.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from angpt.inference.folded import Folded
-    from angpt.inference.graph import Graph
+    from angpt.models.design import Design
+    from angpt.models.folded import Folded
 
 DEFAULT_TOKENS = 200
 
@@ -36,7 +36,7 @@ def fold_command(
 
     console = Console()
     if table:
-        console.print(operations_table(all_graphs()))
+        console.print(operations_table(all_designs()))
         return
     if model is None:
         raise UserError("which model? Give a run folder or an export (or --table)")
@@ -44,29 +44,28 @@ def fold_command(
     folded = fold(source.decoder())
     folder = out or model.with_name(f"{model.name}-folded")
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
-    console.print(operations_table({source.cfg.architecture: folded.graph}))
+    console.print(operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}", highlight=False, soft_wrap=True)
 
 
-def all_graphs() -> "dict[str, Graph]":
-    """Of every architecture and variant."""
+def all_designs() -> "dict[str, Design]":
+    """The designs of all architectures and variants."""
     import torch
 
     from angpt.config import ModelConfig
-    from angpt.inference.graph import read_graph
     from angpt.models.variants import ARCHITECTURES, build
 
     small = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 8, "context": 8}
     with torch.device("cpu"):
-        return {name: read_graph(build(ModelConfig(architecture=name, **small))) for name in ARCHITECTURES}
+        return {name: build(ModelConfig(architecture=name, **small)).design() for name in ARCHITECTURES}
 
 
-def operations_table(graphs: "dict[str, Graph]") -> "Table":
+def operations_table(designs: "dict[str, Design]") -> "Table":
     """What is left of each layer."""
     from rich import box
     from rich.table import Table
 
-    from angpt.inference.graph import operations
+    from angpt.inference.fold import operations
 
     title = "Left of a layer: 4 matrices, rotation, attention, SiLU, and"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -74,8 +73,8 @@ def operations_table(graphs: "dict[str, Graph]") -> "Table":
         table.add_column(heading, no_wrap=True)
     for heading in ("norms", "vectors", "tanh", "at head"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, graph in graphs.items():
-        found = operations(graph)
+    for name, design in designs.items():
+        found = operations(design)
         counts = (found.norms, found.vectors, found.tanh, found.norms_at_head)
         table.add_row(name, found.residual, *map(str, counts))
     return table

@@ -14,10 +14,10 @@ from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.results import Evaluated, read_results
 from angpt.evaluation.scoring import Model
-from angpt.inference.folded import Folded
 from angpt.inference.hf import run_configuration
 from angpt.inference.source import Source, open_source
 from angpt.models.decoder import Decoder
+from angpt.models.folded import Folded
 from angpt.models.primitives import wide
 from angpt.training.run import Run
 

@@ -1,1 +1,8 @@
-"""Faster forms of what `models` and `optim` compute, for GPUs."""
+"""Speed, in a room of its own: Triton kernels, compiler passes, CUDA graphs, low-precision copies.
+
+Importing this package registers the fast form of every operation in `angpt.operations`; Triton is imported when one is
+used. `--kernels off` or ANGPT_KERNELS=off runs everything on plain PyTorch instead.
+"""
+
+from angpt.fast import decode as decode
+from angpt.fast import models as models

@@ -1,10 +1,9 @@
-"""Hand-written GPU kernels for places where compiled PyTorch moves two to five times the bytes that it must.
+"""Triton kernels of a block, where compiled PyTorch moves two to five times the bytes that it must.
 
-Each has its plain form in `primitives`, which is what runs on the CPU and in fp32, and what the tests compare with.
-docs/performance.md says what each of them buys.
+`models.primitives` has the plain forms. docs/performance.md says what each kernel saves.
 
-All begin with the last rows: those the product before has written last, and they may still be in the cache, as the
-first ones may be when the product after begins with them.
+All start with the last rows: the matrix product before wrote these last, so they may still be in the L2 cache, as the
+first rows may be when the next product starts with them.
 """
 
 from typing import Any
@@ -16,18 +15,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from angpt.models.primitives import EPS, rms, wide
+from angpt.fast import tuning
+from angpt.models.primitives import EPS
+from angpt.models.primitives import scaled_rms as plain_scaled_rms
 
-# Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
-BLOCK = 1024
-TILE, WARPS = 1024, 2
-"""Elements of `update` that are in registers at once, and the warps that share them."""
-TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 1024, 2, 3, 528
-"""The same of its backward pass and of that of rms; tiles in shared memory, on their way while one is at work, where
-they are not much larger than meant; programs, four for each multiprocessor of an H200."""
+# Numbers are compile-time constants of the kernels: Inductor would pass them as float64 and promote the arithmetic.
+BLOCK, TILE, WARPS = tuning.POINTWISE_BLOCK, tuning.UPDATE_TILE, tuning.UPDATE_WARPS
+TILE_BACK, WARPS_BACK = tuning.UPDATE_BACKWARD_TILE, tuning.UPDATE_BACKWARD_WARPS
+STAGES, PROGRAMS = tuning.UPDATE_BACKWARD_STAGES, tuning.UPDATE_BACKWARD_PROGRAMS
 
 
-# u · SiLU(z), both halves of one tensor and both times a constant.
+# u · SiLU(z) · factor, u and z being the halves of one tensor.
 
 
 @triton.jit
@@ -39,57 +37,57 @@ def _place(width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(uz_ptr, h_ptr, width, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu(uz_ptr, h_ptr, width, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     row, col = _place(width, BLOCK)
     inside = col < width
-    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * SCALE
-    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * SCALE
-    tl.store(h_ptr + row * width + col, u * z * tl.sigmoid(z), inside)
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32)
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32)
+    tl.store(h_ptr + row * width + col, u * z * tl.sigmoid(z) * FACTOR, inside)
 
 
 @triton.jit
-def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, width, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(uz_ptr, dh_ptr, duz_ptr, width, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
     row, col = _place(width, BLOCK)
     inside = col < width
-    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32) * SCALE
-    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32) * SCALE
-    dh = tl.load(dh_ptr + row * width + col, inside, 0.0).to(tl.float32) * SCALE
+    u = tl.load(uz_ptr + row * 2 * width + col, inside, 0.0).to(tl.float32)
+    z = tl.load(uz_ptr + row * 2 * width + width + col, inside, 0.0).to(tl.float32)
+    dh = tl.load(dh_ptr + row * width + col, inside, 0.0).to(tl.float32) * FACTOR
     s = tl.sigmoid(z)
     tl.store(duz_ptr + row * 2 * width + col, dh * z * s, inside)
     tl.store(duz_ptr + row * 2 * width + width + col, dh * u * s * (1 + z * (1 - s)), inside)
 
 
 @triton_op("angpt::swiglu", mutates_args={})
-def swiglu(uz: Tensor, scale: float) -> Tensor:
+def swiglu(uz: Tensor, factor: float) -> Tensor:
     """primitives.swiglu on (…, 2 f), contiguous."""
     width = uz.shape[-1] // 2
     h = torch.empty(*uz.shape[:-1], width, dtype=uz.dtype, device=uz.device)
     grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
-    wrap_triton(_swiglu)[grid](uz, h, width, SCALE=scale, BLOCK=BLOCK)
+    wrap_triton(_swiglu)[grid](uz, h, width, FACTOR=factor, BLOCK=BLOCK)
     return h
 
 
 @triton_op("angpt::swiglu_backward", mutates_args={})
-def swiglu_backward(uz: Tensor, dh: Tensor, scale: float) -> Tensor:
+def swiglu_backward(uz: Tensor, dh: Tensor, factor: float) -> Tensor:
     width = uz.shape[-1] // 2
     duz = torch.empty_like(uz)
     grid = (uz.numel() // (2 * width) * triton.cdiv(width, BLOCK),)
-    wrap_triton(_swiglu_backward)[grid](uz, dh, duz, width, SCALE=scale, BLOCK=BLOCK)
+    wrap_triton(_swiglu_backward)[grid](uz, dh, duz, width, FACTOR=factor, BLOCK=BLOCK)
     return duz
 
 
 def _save_swiglu(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
-    ctx.scale = inputs[1]
+    ctx.factor = inputs[1]
 
 
 swiglu.register_autograd(
-    lambda ctx, dh: (swiglu_backward(ctx.saved_tensors[0], dh.contiguous(), ctx.scale), None),
+    lambda ctx, dh: (swiglu_backward(ctx.saved_tensors[0], dh.contiguous(), ctx.factor), None),
     setup_context=_save_swiglu,
 )
 
 
-# a · h + b · norm(x · scale) with a = (1−α) ν, b = α ν: the residual update, and by option the norm of that.
+# The residual update a · h + b · norm(x) with a = (1−α) ν and b = α ν, or the norm of that.
 
 
 @triton.jit
@@ -108,14 +106,14 @@ def _coefficients(alpha_ptr, cols, inside, NU: tl.constexpr, TIMES: tl.constexpr
 @triton.jit
 def _update(
     h_ptr, x_ptr, alpha_ptr, y_ptr, n_rows, width,
-    NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
+    NU: tl.constexpr, TIMES: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
     h = tl.load(h_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)  # y is what is needed next
-    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * SCALE
+    x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
     y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
     if NORMED:
@@ -126,7 +124,7 @@ def _update(
 @triton.jit
 def _update_backward(
     h_ptr, x_ptr, alpha_ptr, dy_ptr, dh_ptr, dx_ptr, terms_ptr, n_rows, width,
-    NU: tl.constexpr, TIMES: tl.constexpr, SCALE: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
+    NU: tl.constexpr, TIMES: tl.constexpr, NORMED: tl.constexpr, EPS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
@@ -137,7 +135,7 @@ def _update_backward(
         rows = (tl.cdiv(n_rows, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
         h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32) * SCALE
+        x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
         unit = x * inverse
@@ -151,7 +149,7 @@ def _update_backward(
         along_x += dy * unit
         d_unit = b * dy
         parallel = tl.sum(x * d_unit, axis=1, keep_dims=True) * inverse  # of x: the sum need not wait for the other
-        tl.store(dx_ptr + at, (d_unit - unit * parallel) * (inverse * SCALE), inside)
+        tl.store(dx_ptr + at, (d_unit - unit * parallel) * inverse, inside)
     terms = tl.sum(along_h, axis=0, keep_dims=True) * slope_a + tl.sum(along_x, axis=0, keep_dims=True) * slope_b
     tl.store(terms_ptr + tl.program_id(0) * width + cols, terms, cols < width)
 
@@ -167,21 +165,21 @@ def _tile_back(width: int) -> dict[str, int]:
 
 
 @triton_op("angpt::update", mutates_args={})
-def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: float, normed: bool) -> Tensor:
-    """primitives.update on (…, d), contiguous."""
+def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, normed: bool) -> Tensor:
+    """primitives.residual_update on (…, d), contiguous."""
     width, y, tile = h.shape[-1], torch.empty_like(h), _tile(h.shape[-1], TILE, WARPS)
     n = h.numel() // width
     wrap_triton(_update)[(triton.cdiv(n, tile["ROWS"]),)](
-        h, x, alpha, y, n, width, NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile
+        h, x, alpha, y, n, width, NU=nu, TIMES=times, NORMED=normed, EPS=EPS, **tile
     )
     return y
 
 
 @triton_op("angpt::update_backward", mutates_args={})
 def update_backward(
-    h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, scale: float, normed: bool
+    h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of h, of x, and of α, the last still a term for each program."""
+    """Gradients of h, of x, and of α; the last as one term per program, to be summed."""
     width, tile = h.shape[-1], _tile_back(h.shape[-1])
     n = h.numel() // width
     programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
@@ -189,12 +187,12 @@ def update_backward(
     terms = torch.empty(programs, width, dtype=torch.float32, device=h.device)
     wrap_triton(_update_backward)[(programs,)](
         h, x, alpha, dy, dh, dx, terms, n, width,
-        NU=nu, TIMES=times, SCALE=scale, NORMED=normed, EPS=EPS, **tile,
+        NU=nu, TIMES=times, NORMED=normed, EPS=EPS, **tile,
     )  # fmt: skip
     return dh, dx, terms
 
 
-def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float, float, bool], output: Tensor) -> None:
+def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float, bool], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.options = inputs[3:]
 
@@ -202,13 +200,13 @@ def _save_update(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, float, fl
 def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     h, x, alpha = ctx.saved_tensors
     dh, dx, terms = update_backward(h, x, alpha, dy.contiguous(), *ctx.options)
-    return dh, dx, terms.sum(0), None, None, None, None
+    return dh, dx, terms.sum(0), None, None, None
 
 
 update.register_autograd(_update_gradient, setup_context=_save_update)
 
 
-# The gradient of rms(x) · gain, which may be added to another of x: `training.fusion` has it so where there is one.
+# The gradient of rms(x) · gain, added to another gradient of x where there is one (`fusion` finds it).
 
 
 @triton.jit
@@ -243,8 +241,8 @@ def _rms_results(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradient of x, added to another where one is given, and that of the gain, still a term for each program."""
-    # Here, because not all releases of the compiler keep tensors contiguous that were so when it traced this.
+    """Gradient of x, plus `total` if given, and that of the gain, as one term per program, to be summed."""
+    # Here, because not all releases of the compiler keep tensors contiguous that were contiguous when traced.
     x, gain, dy = x.contiguous(), gain.contiguous(), dy.contiguous()
     width, (dx, terms) = x.shape[-1], _rms_results(x)
     _rms_backward[(len(terms),)](
@@ -255,10 +253,10 @@ def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> t
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("second derivatives of norms are there in fp32 and float64 only")
+    raise NotImplementedError("second derivatives of norms need fp32, float64 or --kernels off")
 
 
-# Not a triton_op: the compiler would see the kernel in its place, and `training.fusion` could not tell what it is.
+# Not a triton_op: the compiler would see the kernel in its place, and `fusion` could not recognise it.
 torch.library.define("angpt::rms_backward", "(Tensor x, Tensor gain, Tensor dy, Tensor? total) -> (Tensor, Tensor)")
 torch.library.impl("angpt::rms_backward", "CompositeExplicitAutograd", rms_backward)
 torch.library.register_fake("angpt::rms_backward", lambda x, gain, dy, total: _rms_results(x))
@@ -266,13 +264,13 @@ torch.library.register_autograd("angpt::rms_backward", _refuse)
 
 
 class ScaledRms(torch.autograd.Function):
-    """Forward, compiled PyTorch is as good as it can be."""
+    """rms(x) · gain: compiled PyTorch forward, which moves no byte too many, and a kernel backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
         ctx.save_for_backward(x, gain)
         # The cast makes a new tensor, in bf16: compiled by torch 2.11, a result with an alias would lose its gradient.
-        return (rms(wide(x)) * gain).to(x.dtype)
+        return plain_scaled_rms.plain(x, gain)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,13 +279,13 @@ class ScaledRms(torch.autograd.Function):
 
 
 def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
-    """rms(x) times a vector, of (…, d)."""
+    """primitives.scaled_rms on (…, d), contiguous."""
     result: Tensor = ScaledRms.apply(x, gain)  # type: ignore[no-untyped-call]
     return result
 
 
-# W x with the rows of W scaled: the scaled matrix is made once more for the backward pass rather than kept for it, and
-# its gradient becomes that of W in place.
+# W x with the rows of W scaled. The backward pass computes the scaled matrix again instead of keeping it, and turns its
+# gradient into that of W in place.
 
 
 @triton.jit
@@ -313,7 +311,7 @@ def _scale_rows_backward(g_ptr, w_ptr, scale_ptr, dscale_ptr, width, BLOCK: tl.c
 
 @triton_op("angpt::scale_rows", mutates_args={})
 def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """Each row of a matrix times an entry of a vector."""
+    """A matrix with each row multiplied by an entry of a vector."""
     rows, width = weight.shape
     y = torch.empty_like(weight)
     grid = (rows * triton.cdiv(width, BLOCK),)
@@ -323,7 +321,7 @@ def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 @triton_op("angpt::scale_rows_backward_", mutates_args={"gradient"})
 def scale_rows_backward_(gradient: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """The gradient of the scales; that of the scaled matrix becomes that of the matrix."""
+    """Gradient of the scales; the gradient of the scaled matrix becomes that of the matrix, in place."""
     rows, width = weight.shape
     dscale = torch.empty(rows, dtype=torch.float32, device=weight.device)
     wrap_triton(_scale_rows_backward)[(rows,)](gradient, weight, scale, dscale, width, BLOCK=BLOCK)
@@ -346,6 +344,6 @@ class ScaledLinear(torch.autograd.Function):
 
 
 def scaled_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """primitives.Linear with a scale."""
+    """primitives.linear_with_row_gains."""
     result: Tensor = ScaledLinear.apply(x, weight.contiguous(), scale.contiguous())  # type: ignore[no-untyped-call]
     return result

@@ -28,17 +28,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from angpt.inference.folded import Cache, Folded, Layer
+from angpt.fast import tuning
+from angpt.models.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
-READ_ROWS, DOWN_ROWS = 8, 4
-"""Rows of a matrix per program: few, so that there are programs enough for the whole device."""
-TILE = 64
-"""Slots of the cache in registers at once."""
-MOST_SPLITS = 16
-"""Into how many parts the slots of a head are divided at most."""
+READ_ROWS, DOWN_ROWS = tuning.DECODE_READ_ROWS, tuning.DECODE_DOWN_ROWS
+TILE, MOST_SPLITS = tuning.DECODE_TILE, tuning.DECODE_SPLITS
 NEVER = -1e30
-"""A score below all others, with which differences are still numbers."""
+"""A score below all others whose differences are still finite."""
 
 
 @triton.jit
@@ -229,15 +226,6 @@ def _down(
     tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * y[None, :], axis=1), rows < n)
 
 
-def supports(model: Folded) -> bool:
-    """Whether the kernels know the model's operations and dimensions."""
-    return (
-        model.graph.input != "tanh"
-        and model.cfg.d_head in (16, 32, 64, 128, 256)
-        and model.dtype in (torch.bfloat16, torch.float16)
-    )
-
-
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can begin before the one before it has ended: from Hopper and Triton 3.4 on."""
     known = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
@@ -253,13 +241,13 @@ class Steps:
     """The kernels of one model, called layer by layer."""
 
     def __init__(self, model: Folded) -> None:
-        cfg, graph = model.cfg, model.graph
+        cfg, design = model.cfg, model.design
         self.d, self.d_mlp, self.heads = cfg.d_model, cfg.d_mlp, cfg.n_heads
         self.padded = triton.next_power_of_2(cfg.d_model)
-        self.update = {"LERP": graph.lerp, "OUTPUT_NORM": graph.output_norm, "UPDATE_NORM": graph.update_norm}
-        self.seen = self.update | {"INPUT_NORM": graph.input == "rms", "EPS": EPS, "D": self.padded}
+        self.update = {"LERP": design.lerp, "OUTPUT_NORM": design.output_norm, "UPDATE_NORM": design.update_norm}
+        self.seen = self.update | {"INPUT_NORM": design.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
-        self.qk_norm = graph.qk != "plain"
+        self.qk_norm = design.qk != "plain"
         self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}

@@ -1,8 +1,11 @@
-"""Passes of the compiler that save sums of tensors as large as the residual stream: each reads two and writes one.
+"""Compiler passes that merge what the models write as separate lines, for compiled code on a GPU.
 
-A matrix product that is added to something is added in place; that costs what the product costs. So the stream of GPT+
-meets its branches, and so, in the other architectures, the gradients of the stream meet: those of the update and those
-of the next matrix. What is still needed as it was is copied first: a write, where a norm reads it anyway. And the
+Before differentiation `lerp(h, norm(x), α, ν(α))`, and the norm of that, become one residual update, and the gain of
+attention becomes part of the kernel that makes q.
+
+After it, sums of tensors as large as the residual stream are saved; each would read two and write one. A matrix product
+is added in place, at no cost: so the stream of GPT+ receives its branches, and the gradients of the stream are added up
+in the other architectures. A term that is needed later is copied first: one write, where a norm reads it anyway. The
 gradient of a norm is added to that of the stream in the kernel that computes it.
 """
 
@@ -14,29 +17,96 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from angpt.fast import block_kernels as kernels
+from angpt.fast import block_kernels, models
+from angpt.models.primitives import attend, lerp, norm, nu_lerp, residual_update
 
 aten, ours = torch.ops.aten, torch.ops.angpt
 
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, with all dimensions of `total` but the last taken as one."""
-    total.view(-1, total.shape[-1]).addmm_(a, b)
+for function in (norm, lerp, nu_lerp, attend, models.normed_heads):  # one node each in the graph before differentiation
+    torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
 
-torch.library.define("angpt::add_product_", "(Tensor(a!) total, Tensor a, Tensor b) -> ()")
+def add_product_(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
+    """total += a b · alpha, with all dimensions of `total` but the last taken as one."""
+    total.view(-1, total.shape[-1]).addmm_(a, b, alpha=alpha)
+
+
+torch.library.define("angpt::add_product_", "(Tensor(a!) total, Tensor a, Tensor b, float alpha) -> ()")
 torch.library.impl("angpt::add_product_", "CompositeExplicitAutograd", add_product_)
-torch.library.register_fake("angpt::add_product_", lambda total, a, b: None)
+torch.library.register_fake("angpt::add_product_", lambda total, a, b, alpha: None)
 
-# What stands in the graph from the first pass to the second, and is never run.
-torch.library.define("angpt::add_product", "(Tensor total, Tensor a, Tensor b) -> Tensor")
-torch.library.register_fake("angpt::add_product", lambda total, a, b: torch.empty_like(total))
+# Stands in the graph from the second pass to the third, and is never run.
+torch.library.define("angpt::add_product", "(Tensor total, Tensor a, Tensor b, float alpha) -> Tensor")
+torch.library.register_fake("angpt::add_product", lambda total, a, b, alpha: torch.empty_like(total))
 
 
 class _Pass(CustomGraphPass):
     def uuid(self) -> bytes:
         # Compiled code holds the shapes of what rms_backward returns.
-        return get_hash_for_files((__file__, kernels.__file__))
+        return get_hash_for_files((__file__, block_kernels.__file__))
+
+
+class MergeLines(_Pass):
+    """Merge norm, lerp and norm into one residual update, and the gain of attention into the kernel of the heads."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=lerp):
+            _merge_update(graph, node)
+        for node in graph.find_nodes(op="call_function", target=attend):
+            _move_gain(node)
+
+
+def _merge_update(graph: Graph, node: Node) -> None:
+    """lerp(h, norm(x), α, ν), and the norm of that, as one residual update, where that has a fast form."""
+    arguments: Any = (*node.args, *node.kwargs.values(), 1.0)
+    h, x, alpha, nu = arguments[:4]
+    factor = _lerp_factor(nu, alpha)
+    if factor is None or not _is_call(x, norm) or len(x.users) > 1:
+        return
+    if residual_update.fast is None or not residual_update.applies(h.meta["example_value"]):
+        return
+    last, users = node, list(node.users)
+    normed = len(users) == 1 and _is_call(users[0], norm)
+    if normed:
+        last = users[0]
+    with graph.inserting_before(last):
+        merged = graph.call_function(residual_update.fast, (h, x.args[0], alpha, *factor, normed))
+    merged.meta = dict(last.meta)
+    last.replace_all_uses_with(merged)
+    for dead in dict.fromkeys((last, node, x)):
+        if not dead.users:
+            graph.erase_node(dead)
+
+
+def _lerp_factor(nu: Any, alpha: Any) -> tuple[bool, float] | None:
+    """Whether ν(α) is a factor of the update, and the constant factor; None for anything else."""
+    if isinstance(nu, int | float):
+        return False, float(nu)
+    if _is_call(nu, nu_lerp):
+        return (True, 1.0) if nu.args[0] is alpha else None
+    if _is_call(nu, operator.mul) and _is_call(nu.args[0], nu_lerp) and isinstance(nu.args[1], int | float):
+        return (True, float(nu.args[1])) if nu.args[0].args[0] is alpha else None
+    return None
+
+
+def _move_gain(node: Node) -> None:
+    """attend(q, …, gain) with a q from the kernel of the heads, which then multiplies by the gain."""
+    q: Any = node.args[0]
+    gain: Any = node.args[4] if len(node.args) > 4 else node.kwargs.get("gain")
+    if not isinstance(gain, Node) or not _is_call(q, operator.getitem) or q.args[1] != 0 or len(q.users) > 1:
+        return
+    heads = q.args[0]
+    if not _is_call(heads, models.normed_heads) or heads.args[4] is not None:
+        return
+    if any(not source < heads for source in gain.all_input_nodes):  # the gain must exist when the kernel runs
+        return
+    heads.prepend(gain)
+    heads.update_arg(4, gain)
+    node.args, node.kwargs = node.args[:4], {}
+
+
+def _is_call(node: Any, target: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target is target
 
 
 class FindSums(_Pass):
@@ -57,7 +127,7 @@ class AddProducts(_Pass):
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=ours.add_product.default):
-            total, a, b = node.args
+            total, a, b, alpha = node.args
             with graph.inserting_before(node):
                 if total.op == "placeholder" or len(total.users) > 1 or _storage(total) in (_storage(a), _storage(b)):
                     copy = graph.call_function(aten.clone.default, (total,))
@@ -67,7 +137,7 @@ class AddProducts(_Pass):
                 call = graph.call_function(
                     torch.ops.higher_order.auto_functionalized,
                     (ours.add_product_.default,),
-                    {"total": total, "a": a, "b": b},
+                    {"total": total, "a": a, "b": b, "alpha": alpha},
                 )
                 call.meta["val"] = (None, node.meta["val"])
                 result = graph.call_function(operator.getitem, (call, 1))
@@ -76,26 +146,35 @@ class AddProducts(_Pass):
             graph.erase_node(node)
 
 
-OPTIONS = {"joint_custom_pre_pass": FindSums(), "post_grad_custom_post_pass": AddProducts()}
-"""One of each for all: the compiler takes code that it has made with another one for code made otherwise."""
+OPTIONS = {
+    "pre_grad_custom_pass": MergeLines(),
+    "joint_custom_pre_pass": FindSums(),
+    "post_grad_custom_post_pass": AddProducts(),
+}
+"""Options of `torch.compile`. Singletons: a new instance would force recompilation."""
 
 
 def _with_product(graph: Graph, node: Node, total: Any, term: Any) -> Node | None:
-    """total + a b in one, where the term is the product, or a view of it, and used for nothing else."""
+    """total + a b · alpha in one, where the term is the product, or a view of it, and has no other user."""
     while isinstance(term, Node) and len(term.users) == 1 and term.target in _VIEWS:
         term = term.args[0]
-    if not isinstance(term, Node) or term.target is not aten.mm.default or len(term.users) > 1:
+    if not isinstance(term, Node) or len(term.users) > 1 or not _alike(total, term, node):
         return None
-    if not _alike(total, term, node):
+    alpha: Any
+    if term.target is aten.mm.default:
+        a, b, alpha = *term.args, 1.0
+    elif term.target is aten.addmm.default and term.kwargs.get("beta") == 0:
+        a, b, alpha = *term.args[1:], term.kwargs.get("alpha", 1.0)
+    else:
         return None
     with graph.inserting_before(node):
-        found = graph.call_function(ours.add_product.default, (total, *term.args))
+        found = graph.call_function(ours.add_product.default, (total, a, b, alpha))
     found.meta = dict(node.meta)
     return found
 
 
 def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
-    """total + gradient in one, where the term is that of a vector that was normed, and used for nothing else."""
+    """total + gradient in one, where the term is the gradient of a norm, and has no other user."""
     if not isinstance(term, Node) or term.target is not operator.getitem or term.args[1] != 0 or len(term.users) > 1:
         return None
     kernel: Any = term.args[0]
@@ -103,7 +182,7 @@ def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
         return None
     if not _alike(total, term, node) or term.meta["val"].shape != node.meta["val"].shape:
         return None
-    if not total < kernel:  # it must be there when the kernel runs
+    if not total < kernel:  # it must exist when the kernel runs
         return None
     kernel.update_arg(3, total)
     return term
@@ -118,7 +197,7 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def _alike(total: Any, term: Node, node: Node) -> bool:
-    """Whether all three have the same entries in the same order, and the sum no factor."""
+    """True if all three have the same entries in the same order, and the sum has no factor."""
     if not isinstance(total, Node):
         return False
     a, b, c = (n.meta["val"] for n in (total, term, node))

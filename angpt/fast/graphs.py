@@ -1,7 +1,7 @@
-"""A pass forward and backward as a CUDA graph: the GPU launches its kernels by itself, without Python.
+"""A forward and backward pass as a CUDA graph: the GPU launches its kernels by itself, without Python.
 
-The kernels and their order are those of the pass that is recorded, and so are the results. Memory that a pass uses
-belongs to the graph from then on, which is why passes are recorded only where that saves time.
+Kernels, their order and the results are those of the recorded pass. The graph keeps the memory of a pass, so passes are
+recorded only where that saves time.
 """
 
 import statistics
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from angpt.data.loader import Batch
-
-BUSY = 0.5
-"""A graph is made where launching takes more than this part of the time of a pass: with less Python cannot be in the
-way, with more it sometimes is, because its speed varies."""
+from angpt.fast import tuning
 
 
 class Recorded:
@@ -57,8 +54,8 @@ class Recorded:
         return self.loss
 
 
-def held_up_by_python(run: Callable[[], Tensor], model: nn.Module) -> bool:
-    """Whether launching takes more than half of the time of a pass. Gradients are dropped."""
+def launch_bound(run: Callable[[], Tensor], model: nn.Module) -> bool:
+    """True if launching takes more than half of the time of a pass. Gradients are dropped."""
     parts = []
     for _ in range(3):
         model.zero_grad()
@@ -69,4 +66,4 @@ def held_up_by_python(run: Callable[[], Tensor], model: nn.Module) -> bool:
         torch.cuda.synchronize()
         parts.append((launched - start) / (time.perf_counter() - start))
     model.zero_grad()
-    return statistics.median(parts) > BUSY
+    return statistics.median(parts) > tuning.GRAPH_LAUNCH_SHARE

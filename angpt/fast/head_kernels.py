@@ -1,8 +1,8 @@
-"""The heads of a packed W_qkv h on a GPU: q and k rotated and normed in one pass, and all gradients packed in another.
+"""Triton kernels of the heads: q and k of a packed W_qkv h rotated and normed in one pass, gradients packed in another.
 
-`primitives.normed_heads` is the plain form. Rotation and norm commute, so that a program loads unrotated vectors, and
-once more with the two halves of the rotated part exchanged. A tile has all heads of its tokens: they share the angles.
-As in `kernels`, the last tokens come first.
+`models.primitives.normed_heads` is the plain form. Rotation and norm commute, so a program loads each vector as it is
+and once more with the two halves of its rotated part exchanged. A tile has all heads of its tokens, which share the
+angles. As in `block_kernels`, the last tokens come first.
 """
 
 from typing import Any
@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from angpt.fast import tuning
 from angpt.models.primitives import EPS
 
-# Numbers are compile-time constants of the kernels: Inductor would pass them in float64, and the arithmetic follow.
-TILE, WARPS = 1024, 2
-"""Elements of q, or of k, that are in registers at once, and the warps that share them."""
-TILE_BACK, WARPS_BACK, STAGES, PROGRAMS = 2048, 4, 2, 1056
-"""The same of the backward pass; tiles in shared memory, on their way while one is at work, where they are not larger
-than meant; programs, eight for each multiprocessor of an H200."""
+# Numbers are compile-time constants of the kernels: Inductor would pass them as float64 and promote the arithmetic.
+TILE, WARPS = tuning.HEADS_TILE, tuning.HEADS_WARPS
+TILE_BACK, WARPS_BACK = tuning.HEADS_BACKWARD_TILE, tuning.HEADS_BACKWARD_WARPS
+STAGES, PROGRAMS = tuning.HEADS_BACKWARD_STAGES, tuning.HEADS_BACKWARD_PROGRAMS
 
 
 @triton.jit
@@ -39,7 +38,7 @@ def _angles(cos_ptr, sin_ptr, tokens, cols, period, HALF: tl.constexpr):
 
 @triton.jit
 def _norm_rotated(x_ptr, partner_ptr, y_ptr, gain_ptr, cos, sin, inside, GAIN: tl.constexpr, EPS: tl.constexpr):
-    """Pointers are blocks of them."""
+    """Stores norm(rotate(x)) · gain; all pointers are blocks of pointers."""
     x = tl.load(x_ptr, inside, 0.0).to(tl.float32)
     exchanged = tl.load(partner_ptr, inside, 0.0).to(tl.float32)
     y = (x * cos + exchanged * sin) * tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) + EPS)
@@ -159,7 +158,7 @@ def heads_backward(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of qkv and of both gains, the latter still a term for each program."""
+    """Gradients of qkv and of both gains; the latter as one term per program, to be summed."""
     b, t, _, heads, d = qkv.shape
     shape = _shape_back(heads, d)
     programs = min(PROGRAMS, triton.cdiv(b * t, shape["TOKENS"]))

@@ -1,5 +1,6 @@
-"""The mean cross-entropy of logits (N, V) on a GPU, which overwrites them with their gradient in a second walk along
-their row. `primitives.cross_entropy` is its plain form."""
+"""Triton kernel of the mean cross-entropy of logits (N, V), which a second loop over each row turns into its gradient.
+
+`models.primitives.cross_entropy` is the plain form."""
 
 from typing import Any
 
@@ -8,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES, EACH, WARPS = 512, 8, 16
-"""Logits per step of the loop along a row: LANES times the EACH of one thread; and the warps that share them."""
+from angpt.fast import tuning
+
+LANES, EACH, WARPS = tuning.LOSS_LANES, tuning.LOSS_ELEMENTS, tuning.LOSS_WARPS
 
 
 @triton.jit
@@ -48,7 +50,7 @@ def _cross_entropy(
 
 @triton.jit
 def _multiply(x_ptr, factor_ptr, width, BLOCK: tl.constexpr):
-    """In place; a factor of 1, as almost always, costs the launch alone."""
+    """Multiply in place; a factor of 1, the usual case, costs only the launch."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         x_ptr += tl.program_id(0).to(tl.int64) * width

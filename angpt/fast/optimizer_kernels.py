@@ -17,14 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from angpt.constraints import TINY, Constraint
+from angpt.fast import tuning
 from angpt.optim.adam import ALIGNMENT, Part
 
-TILE = 2048
-"""Elements that one program holds in registers, where a row has not more."""
-BLOCK, BLOCKS = 4096, 8
-"""The same where squares are summed, and how many times that one program sums."""
-COLUMNS, DOWN = 16, 256
-"""Columns per program where columns are constrained, 64 bytes of each row, two sectors of memory; rows at a time."""
+TILE, COLUMNS, DOWN = tuning.ADAM_TILE, tuning.ADAM_COLUMNS, tuning.ADAM_COLUMN_ROWS
+BLOCK, BLOCKS = tuning.SQUARES_BLOCK, tuning.SQUARES_TILES
 KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 

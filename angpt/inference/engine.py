@@ -14,18 +14,15 @@ from torch import Tensor
 
 from angpt.config import Step
 from angpt.errors import UserError
-from angpt.inference.folded import Cache, Folded, Layer
+from angpt.fast.decode import by_kernels, supports
 from angpt.inference.sampling import Sampling, pick, uniforms
+from angpt.models.folded import Cache, Folded, Layer, decode_step
 from angpt.models.primitives import Context
 
 FEWEST_SLOTS = 128
 """The shortest part of the cache that has a graph of its own."""
 GRAPHS_WARMED = 3
 """Steps before a capture, in which libraries set themselves up."""
-
-
-KERNEL_ROWS = 4
-"""Up to so many rows the kernels are used; they read the matrices once for each."""
 
 
 @cache
@@ -39,20 +36,19 @@ def compiled_layer() -> Any:
     return torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
 
 
-def decoder_of(model: Folded, batch: int, step: Step) -> Callable[..., Tensor]:
+def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
     """The function that computes the logits behind one more token of each row."""
-    on_gpu = model.device.type == "cuda"
-    if step == "compiled":
-        return partial(model.decode, layer=compiled_layer())
-    if step == "kernels" or (step == "auto" and on_gpu and batch <= KERNEL_ROWS):
-        if on_gpu:
-            from angpt.fast import decode_kernels as kernels
-
-            if kernels.supports(model):
-                return partial(kernels.decode, model)
-        if step == "kernels":
+    match step:
+        case "plain":
+            return model.decode
+        case "compiled":
+            return partial(model.decode, layer=compiled_layer())
+        case "kernels" if model.device.type != "cuda" or not supports(model):
             raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; leave out --step")
-    return model.decode
+        case "kernels":
+            return partial(by_kernels, model)
+        case "auto":
+            return partial(decode_step, model)
 
 
 class Engine:
@@ -62,7 +58,7 @@ class Engine:
         self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
     ) -> None:
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
-        self.kind, self.decode = step, decoder_of(model, batch, step)
+        self.kind, self.decode = step, decoder_of(model, step)
         self.caches = model.make_caches(batch, slots)
         device = model.device
         self.tokens = torch.zeros(batch, dtype=torch.long, device=device)

@@ -11,9 +11,9 @@ from angpt.config import Step
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
-from angpt.inference.folded import Folded
 from angpt.inference.sampling import Sampling
 from angpt.models.decoder import Decoder
+from angpt.models.folded import Folded
 
 Prompts = Sequence[Sequence[int]] | Tensor
 Watch = Callable[[int, list[int]], bool]

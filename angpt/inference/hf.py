@@ -16,7 +16,7 @@ from angpt.config import TrainConfig, read_toml, to_toml
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import vocab_size
 from angpt.errors import UserError
-from angpt.inference.graph import Graph, read_graph
+from angpt.inference.fold import fold
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
@@ -33,7 +33,7 @@ RUN_CONFIG = "run.toml"
 def export(source: Source, folder: Path) -> None:
     """Write a trained model as a folder that transformers loads with `trust_remote_code=True`."""
     model = source.decoder()
-    graph = read_graph(model)
+    fold(model)  # checks that the design describes the model
     tokenizer = source.tokenizer() if source.tokenizer_path is not None else None
     end = None if tokenizer is None else end_token(tokenizer)
     if tokenizer is not None and vocab_size(tokenizer) > source.cfg.vocab_size:
@@ -41,7 +41,7 @@ def export(source: Source, folder: Path) -> None:
     with new_folder(folder) as part:
         save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(MODELING), part / MODELING)
-        write_json(part / EXPORT_CONFIG, config_json(model, graph, end, source.training))
+        write_json(part / EXPORT_CONFIG, config_json(model, end, source.training))
         write_json(part / "generation_config.json", generation_json(end))
         if tokenizer is not None and source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
@@ -58,14 +58,14 @@ def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) ->
     from angpt.inference.modeling_angpt import AnGPTConfig, AnGPTForCausalLM
 
     with torch.device(device):
-        found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, read_graph(model), None, Training())))
+        found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, None, Training())))
     found.load_state_dict(model.state_dict())
     for p in found.parameters():  # as from_pretrained does for this class
         p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
     return found.eval()
 
 
-def config_json(model: Decoder, graph: Graph, end: int | None, training: Training) -> dict[str, Any]:
+def config_json(model: Decoder, end: int | None, training: Training) -> dict[str, Any]:
     cfg, block, parts = model.cfg, model.blocks[0], dict(model.named_modules())
     scales = {"alpha": getattr(block, "alpha_a", None), "s_qk": getattr(block, "s_qk", None), "s_z": parts.get("s_z")}
     return {
@@ -88,7 +88,7 @@ def config_json(model: Decoder, graph: Graph, end: int | None, training: Trainin
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": end,
-        "graph": asdict(graph),
+        "graph": asdict(model.design()),
         "scales": {name: scale.init / scale.scale for name, scale in scales.items() if scale is not None},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},

@@ -19,9 +19,9 @@ from angpt.data.tokenizers import END_NAMES, fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.inference import store
 from angpt.inference.fold import fold
-from angpt.inference.folded import Folded
 from angpt.inference.store import Training
 from angpt.models.decoder import Decoder
+from angpt.models.folded import Folded
 from angpt.models.variants import architecture
 from angpt.training import checkpoint
 from angpt.training.run import Run

@@ -14,8 +14,8 @@ from torch import Tensor
 from angpt.config import ModelConfig, from_dict
 from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
-from angpt.inference.folded import Folded
-from angpt.inference.graph import Graph
+from angpt.models.design import Design
+from angpt.models.folded import Folded
 from angpt.system import new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
@@ -38,7 +38,7 @@ class About:
 
     format: int
     model: ModelConfig
-    graph: Graph
+    graph: Design
     made_from: str
     """The folder that was folded."""
     weights_sha256: str
@@ -54,7 +54,9 @@ def save(
     """Write a new folder, complete or not at all."""
     with new_folder(path) as part:
         save_tensors(model.state_dict(), part / WEIGHTS)
-        about = About(FORMAT, model.cfg, model.graph, str(made_from), weights_sha256, training, _sha256(part / WEIGHTS))
+        about = About(
+            FORMAT, model.cfg, model.design, str(made_from), weights_sha256, training, _sha256(part / WEIGHTS)
+        )
         (part / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)

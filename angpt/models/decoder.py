@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.constraints import Constraint, project_
 from angpt.errors import UserError
+from angpt.models.design import Design
 from angpt.models.primitives import (
     Context,
+    LearnedScale,
     Linear,
     Resettable,
     attend,
@@ -25,6 +28,9 @@ from angpt.models.primitives import (
 class Block(nn.Module, ABC):
     """One layer: attention, residual update, MLP, residual update. `layer` counts from 1."""
 
+    computes: ClassVar[Design]
+    """What the class computes; `design` adds what depends on the configuration. A variant changes both together."""
+
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.d_head, self.layer = cfg.d_head, layer
@@ -33,21 +39,27 @@ class Block(nn.Module, ABC):
         self.W_uz = Linear(cfg.d_model, 2 * cfg.d_mlp)
         self.W_d = Linear(cfg.d_mlp, cfg.d_model)
 
+    def design(self) -> Design:
+        """What this block computes, as data."""
+        return self.computes
+
     def normed_heads(
         self, qkv: Tensor, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return normed_heads(qkv, self.d_head, ctx, q_gain, k_gain)
+        """q, k, v per head, with norm(rotate(·)) and a gain of q and of k."""
+        return normed_heads(qkv, self.d_head, ctx.cos, ctx.sin, q_gain, k_gain)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        return attend(q, k, v, ctx)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, gain: Tensor | float) -> Tensor:
+        """softmax(q kᵀ · gain) v, heads side by side."""
+        return attend(q, k, v, ctx.mask, gain)
 
     @abstractmethod
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        """What the attention makes of the residual stream, before the update norms, scales and adds it."""
+        """What the attention adds to the residual stream, or what the stream is interpolated with."""
 
     @abstractmethod
     def mlp(self, h: Tensor) -> Tensor:
-        """What the MLP makes of the residual stream, before the update norms, scales and adds it."""
+        """What the MLP adds to the residual stream, or what the stream is interpolated with."""
 
     @abstractmethod
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
@@ -82,10 +94,17 @@ class Decoder(nn.Module, ABC):
         """Which matrices are constrained after every optimiser step, and how."""
         return {}
 
+    def design(self) -> Design:
+        """What the model computes, as data."""
+        blocks = [block.design() for block in self.blocks]  # type: ignore[operator]
+        layers = tuple(factor for design in blocks for factor in design.input_factors or (1.0,))
+        scales = dict(self.named_children())
+        return replace(blocks[0], input_factors=layers, s_z="s_z" in scales, embed_scale="embed_scale" in scales)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, T, V); or the mean cross-entropy, where targets (B, T) are given (−100: not counted).
 
-        `documents` (B, T) numbers the document of each token and keeps attention inside of it.
+        `documents` (B, T) numbers the document of each token and keeps attention inside it.
         """
         h, ctx = self.start(tokens, documents)
         for block in self.blocks:
@@ -132,18 +151,6 @@ class Decoder(nn.Module, ABC):
         """The weight matrices by name: what is constrained, or decayed."""
         return {name: p for name, p in self.named_parameters() if p.ndim == 2}
 
-    def init_normalized(self, generator: torch.Generator | None) -> None:
-        """Normal, then of length exactly 1 along the constrained dimension."""
-        declared = self.constraints()
-        for name, weight in self.matrices().items():
-            project_(weight.normal_(generator=generator), Constraint("unit", declared[name].dim))
-
-    def generate(self, prompts: Any, new_tokens: int, **options: Any) -> list[list[int]]:
-        """New tokens behind each prompt, from a folded copy: see `angpt.inference.generate.generate`."""
-        from angpt.inference.generate import generate
-
-        return generate(self, prompts, new_tokens, **options)
-
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())
 
@@ -157,3 +164,17 @@ class Decoder(nn.Module, ABC):
         length = self.cfg.context if length is None else length
         multiplied = sum(p.numel() for p in self.matrices().values()) - self.W_e.weight.numel()
         return 6 * multiplied + 3 * self.cfg.n_layers * 4 * self.cfg.d_model * length // 2
+
+
+class NormalizedDecoder(Decoder):
+    """What nGPT and anGPT share: matrices that start with vectors of length 1, and a learned scale of the logits."""
+
+    def __init__(self, cfg: ModelConfig, stored_scale: float) -> None:
+        super().__init__(cfg)
+        self.s_z = LearnedScale(cfg.vocab_size, init=1.0, scale=stored_scale)
+
+    def init_matrices(self, generator: torch.Generator | None) -> None:
+        """Normal, then of length exactly 1 along the constrained dimension."""
+        declared = self.constraints()
+        for name, weight in self.matrices().items():
+            project_(weight.normal_(generator=generator), Constraint("unit", declared[name].dim))

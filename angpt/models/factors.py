@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,18 @@ class Factors:
 
 
 NONE = Factors(1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+class LerpFactor(NamedTuple):
+    """The factor of the residual update: ν(α) or 1, times a constant."""
+
+    of_alpha: bool = True
+    times: float = 1.0
+
+    def __call__(self, alpha: Tensor) -> Tensor | float:
+        if not self.of_alpha:
+            return self.times
+        return nu_lerp(alpha) if self.times == 1.0 else nu_lerp(alpha) * self.times
 
 
 def nu_linear(d_in: int, d_out: int) -> float:

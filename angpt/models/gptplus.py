@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
-from angpt.models import decoder
+from angpt.models.decoder import Block, Decoder
+from angpt.models.design import Design
 from angpt.models.primitives import Context, LearnedScale, RMSNorm, swiglu
 
 
-class Block(decoder.Block):
+class GPTPlusBlock(Block):
+    computes = Design(input="rms")
+
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
         self.norm_a = self.make_norm(cfg.d_model)
@@ -23,9 +26,9 @@ class Block(decoder.Block):
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         h_a = self.norm_a(h)  # h_a ← rms(h) · γ_a
         qkv = self.W_qkv(h_a)  # q, k, v ← W_qkv h_a
-        q, k, v = self.normed_heads(qkv, ctx, self.g())  # k, q ← norm(k), norm(q), and the g of the next
-        h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · g)
-        return self.W_p(h_a)  # h_a ← W_p (A v)
+        q, k, v = self.normed_heads(qkv, ctx)  # k, q ← norm(k), norm(q)
+        Av = self.attend(q, k, v, ctx, self.g())  # A ← softmax(q kᵀ · g)
+        return self.W_p(Av)  # h_a ← W_p (A v)
 
     def mlp(self, h: Tensor) -> Tensor:
         h_m = self.norm_m(h)  # h_m ← rms(h) · γ_m
@@ -38,10 +41,10 @@ class Block(decoder.Block):
         return h + self.mlp(h)  # h ← h + h_m
 
 
-class GPTPlus(decoder.Decoder):
+class GPTPlus(Decoder):
     """GPT with RMSNorm before each block, SwiGLU, rotary positions and QK norm."""
 
-    Block = Block
+    Block = GPTPlusBlock
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)

@@ -8,15 +8,18 @@ from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.constraints import Constraint
-from angpt.models import decoder
-from angpt.models.primitives import Context, LearnedScale, PositiveScale, swiglu, update
+from angpt.models.decoder import Block, NormalizedDecoder
+from angpt.models.design import Design
+from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm, swiglu
 
 
 def stored_scale(cfg: ModelConfig) -> float:
     return 1 / math.sqrt(cfg.d_model) if cfg.stored_scale is None else cfg.stored_scale
 
 
-class Block(decoder.Block):
+class NGPTBlock(Block):
+    computes = Design(qk="s_qk", s_uz=True, output_norm=True, lerp=True, positive_alpha=True, update_norm=True)
+
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__(cfg, layer)
         self.sqrt_d = math.sqrt(cfg.d_model)
@@ -27,12 +30,12 @@ class Block(decoder.Block):
         self.alpha_m = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        s_k = self.s_qk().view(-1, 1, self.d_head)
-        s_q = s_k * self.sqrt_d_k
+        s_q = s_k = self.s_qk().view(-1, 1, self.d_head)
         qkv = self.W_qkv(h)  # q, k, v ← W_qkv h
-        q, k, v = self.normed_heads(qkv, ctx, s_q, s_k)  # k, q ← norm(k) · s_k, norm(q) · s_q, and the √d_k of the next
-        h_a = self.attend(q, k, v, ctx)  # A ← softmax(q kᵀ · √d_k)
-        return self.W_p(h_a)  # h_a ← W_p (A v)
+        q, k, v = self.normed_heads(qkv, ctx, s_q, s_k)  # k, q ← norm(k) · s_k, norm(q) · s_q
+        Av = self.attend(q, k, v, ctx, self.sqrt_d_k)  # A ← softmax(q kᵀ · √d_k)
+        h_a = self.W_p(Av)  # h_a ← W_p (A v)
+        return norm(h_a)  # h_a ← norm(h_a)
 
     def mlp(self, h: Tensor) -> Tensor:
         s_u, s_z = self.s_uz().chunk(2)
@@ -42,33 +45,29 @@ class Block(decoder.Block):
         )
         uz = self.W_uz(h, torch.cat(rows))  # u, z ← W_uz h
         h_m = swiglu(uz)  # h_m ← u · SiLU(z)
-        return self.W_d(h_m)  # h_m ← W_d h_m
-
-    def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-        return update(h, x, alpha, normed=True)
+        h_m = self.W_d(h_m)  # h_m ← W_d h_m
+        return norm(h_m)  # h_m ← norm(h_m)
 
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
-        h = self.update(h, self.attention(h, ctx), self.alpha_a())  # h ← norm(h + α_a (norm(h_a) − h))
-        return self.update(h, self.mlp(h), self.alpha_m())  # h ← norm(h + α_m (norm(h_m) − h))
+        h_a = self.attention(h, ctx)
+        h = norm(lerp(h, h_a, self.alpha_a()))  # h ← norm(h + α_a (h_a − h))
+        h_m = self.mlp(h)
+        return norm(lerp(h, h_m, self.alpha_m()))  # h ← norm(h + α_m (h_m − h))
 
 
-class NGPT(decoder.Decoder):
+class NGPT(NormalizedDecoder):
     """Representations and weights on the unit sphere: a norm after each block and after each update."""
 
-    Block = Block
+    Block = NGPTBlock
 
     def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__(cfg)
-        self.s_z = LearnedScale(cfg.vocab_size, init=1.0, scale=stored_scale(cfg))
+        super().__init__(cfg, stored_scale(cfg))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.W_e(tokens)  # h ← W_e x_in
 
     def head(self, h: Tensor) -> Tensor:
         return self.W_h(h, self.s_z())  # logits ← s_Z · (W_h h)
-
-    def init_matrices(self, generator: torch.Generator | None) -> None:
-        self.init_normalized(generator)
 
     def constraints(self) -> dict[str, Constraint]:
         """Unit length along the residual dimension: the columns of the maps that write to it, the rows elsewhere."""

@@ -1,22 +1,21 @@
-"""The operations that Table 1 is written in: norm, rms, rotation, attention, learned scales, interpolation.
+"""The operations that Table 1 is written in: norm, rms, lerp, rotation, attention, SwiGLU, learned scales.
 
-Reductions are done in fp32 whatever the dtype of the input (float64 stays float64).
+Reductions are done in fp32 whatever the dtype of the input (float64 stays float64). An `@operation` is the plain form
+of a function that may have a faster form on a GPU, in `angpt.fast`, whose compiler passes also merge `norm`, `lerp` and
+`attend` with their neighbours.
 """
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from angpt.operations import operation
+
 # Inside the root of norm and rms, so that a zero vector gives zero. Small enough to vanish in float64 comparisons
 # (relative error 1e-14 for a vector of length 1e-3), large enough to be a normal fp32 number.
 EPS = 1e-20
-
-
-def use_kernels(x: Tensor) -> bool:
-    """Whether the hand-written kernels apply: in bf16 on a GPU."""
-    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def wide(x: Tensor) -> Tensor:
@@ -46,50 +45,64 @@ def nu_lerp(alpha: Tensor) -> Tensor:
     return torch.rsqrt(alpha.square() + (1 - alpha).square())
 
 
-class LerpFactor(NamedTuple):
-    """The factor of the residual update: ν(α) or 1, times a constant."""
-
-    of_alpha: bool = True
-    times: float = 1.0
-
-    def __call__(self, alpha: Tensor) -> Tensor | float:
-        return nu_lerp(alpha) * self.times if self.of_alpha else self.times
-
-
-NO_FACTOR = LerpFactor(of_alpha=False)
-
-
-def update(
-    h: Tensor, x: Tensor, alpha: Tensor, nu: LerpFactor = NO_FACTOR, *, scale: float = 1.0, normed: bool = False
+@operation
+def residual_update(
+    h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
 ) -> Tensor:
-    """The residual update lerp(h, norm(x · scale), α, ν(α)), or the norm of that."""
-    if use_kernels(h):
-        from angpt.fast import block_kernels as kernels
+    """lerp(h, norm(x), α, ν(α) · times), or with 1 for ν(α); `normed`: the norm of that.
 
-        return kernels.update(
-            h.contiguous(), x.to(h.dtype).contiguous(), alpha.contiguous(), nu.of_alpha, nu.times, scale, normed
-        )
-    y = lerp(h, norm(x if scale == 1.0 else x * scale), alpha, nu(alpha))
+    The models write it as its parts, which a compiler pass of `angpt.fast` finds.
+    """
+    y = lerp(h, norm(x), alpha, nu_lerp(alpha) * times if nu_of_alpha else times)
     return norm(y) if normed else y
 
 
-def swiglu(uz: Tensor, scale: float = 1.0) -> Tensor:
-    """u · SiLU(z) of u, z = uz · scale."""
-    if use_kernels(uz):
-        from angpt.fast import block_kernels as kernels
-
-        return kernels.swiglu(uz.contiguous(), scale)
-    u, z = (uz if scale == 1.0 else uz * scale).chunk(2, dim=-1)
-    return u * F.silu(z)
+@operation
+def swiglu(uz: Tensor, factor: float = 1.0) -> Tensor:
+    """u · SiLU(z) · factor of the two halves u, z of the last dimension."""
+    u, z = uz.chunk(2, dim=-1)
+    h = u * F.silu(z)
+    return h if factor == 1.0 else h * factor
 
 
+@operation
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy of logits (N, V), which must not be used any more; targets of −100 are not counted."""
-    if use_kernels(logits):
-        from angpt.fast import loss_kernels
-
-        return loss_kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
+    """Mean cross-entropy of logits (N, V), which may be overwritten; targets of −100 are not counted."""
     return F.cross_entropy(wide(logits), targets)
+
+
+@operation
+def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
+    """rms(x) times a vector."""
+    return (rms(wide(x)) * gain).to(x.dtype)
+
+
+@operation
+def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
+    """W x with the rows of W multiplied by a vector: neither the vector nor its gradient costs a pass over tokens."""
+    return F.linear(x, (weight * gains[:, None]).to(weight.dtype))
+
+
+class ConstantFactor(torch.autograd.Function):
+    """W x · c, with the constant as alpha of the matrix products, forward and backward: it costs nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return product(x.flatten(0, -2), weight.t(), factor).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        dy = gradients[0].flatten(0, -2)
+        dx = product(dy, weight, ctx.factor).view(x.shape)
+        return dx, product(dy.t(), x.flatten(0, -2), ctx.factor), None
+
+
+def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """The matrix product a b · factor."""
+    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)  # beta 0: what is added is not read
 
 
 @runtime_checkable
@@ -130,22 +143,18 @@ class PositiveScale(LearnedScale):
 
 
 class Linear(nn.Linear):
-    """W x without bias, times a learned vector with an entry per output where one is given.
-
-    The vector multiplies the rows of W: the same map, and neither it nor its gradient costs a pass over all tokens.
-    """
+    """W x without bias, times a constant, or times a learned vector with an entry per output."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
 
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        if scale is None:
+    def forward(self, x: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+        if isinstance(factor, Tensor):
+            return linear_with_row_gains(x, self.weight, factor)
+        if factor == 1.0:
             return F.linear(x, self.weight)
-        if use_kernels(self.weight) and x.dtype == self.weight.dtype:
-            from angpt.fast import block_kernels as kernels
-
-            return kernels.scaled_linear(x, self.weight, scale)
-        return F.linear(x, (self.weight * scale[:, None]).to(self.weight.dtype))
+        y: Tensor = ConstantFactor.apply(x, self.weight, factor)  # type: ignore[no-untyped-call]
+        return y
 
     def reset_parameters(self) -> None:
         """Left to the model, which initialises all its matrices in one place."""
@@ -163,12 +172,7 @@ class RMSNorm(nn.Module):
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = self.gamma * self.factor
-        if use_kernels(x):
-            from angpt.fast import block_kernels as kernels
-
-            return kernels.scaled_rms(x.contiguous(), gain)
-        return (rms(wide(x)) * gain).to(x.dtype)
+        return scaled_rms(x, self.gamma * self.factor)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -186,37 +190,29 @@ class Context(NamedTuple):
     mask: Tensor | None
     """(B, 1, T, T), true where a token may attend; None for plain causal attention."""
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate the pairs (i, i + r/2) of the first r dimensions of each head by the angle of their position."""
-        half = self.cos.shape[-1]
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((a * self.cos - b * self.sin, a * self.sin + b * self.cos, rest.to(self.cos.dtype)), dim=-1)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + r/2) of the first r dimensions of each head by the angle of their position."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, rest.to(cos.dtype)), dim=-1)
 
 
+@operation
 def normed_heads(
-    qkv: Tensor, d_head: int, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None
+    qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, times a gain per head and dimension, or one
     for all."""
-    if use_kernels(qkv) and d_head in (16, 32, 64, 128, 256) and ctx.cos.shape[-1] > 0:
-        from angpt.fast import head_kernels
-
-        packed = qkv.view(*qkv.shape[:2], 3, -1, d_head)
-        q_full, k_full = (
-            None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(packed.shape[-2:]).contiguous()
-            for gain in (q_gain, k_gain)
-        )
-        q, k, v = head_kernels.normed_heads(packed, ctx.cos, ctx.sin, q_full, k_full)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     q, k, v = split_heads(qkv, d_head)
-    q, k = norm(ctx.rotate(q)), norm(ctx.rotate(k))
+    q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
     return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
 
 
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:
     """The context of embedded tokens h (B, T, d).
 
-    `documents` (B, T) numbers the document that each token belongs to; attention then stays inside of it.
+    `documents` (B, T) numbers the document that each token belongs to; attention then stays inside it.
     """
     index = torch.arange(h.shape[1], device=h.device)
     if documents is None:
@@ -236,10 +232,12 @@ def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tens
     return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-    """softmax(q kᵀ) v per head, causal; any scale is already in q. (B, H, T, d_h) → (B, T, H·d_h)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | float = 1.0) -> Tensor:
+    """softmax(q kᵀ · gain) v per head, causal unless there is a mask. (B, H, T, d_h) → (B, T, H·d_h)."""
+    if isinstance(gain, Tensor):
+        q, gain = q * gain, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=ctx.mask, is_causal=ctx.mask is None, scale=1.0)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=gain)
     return out.transpose(1, 2).flatten(2)
 
 

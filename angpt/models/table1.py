@@ -15,25 +15,20 @@ NONE = ""
 ROWS: list[tuple[str, tuple[str, str, str]]] = [
     ("Embed", ("h ← W_e x_in",) * 3),
     ("MHA", ("h_a ← rms(h) · γ_a", NONE, NONE)),
-    ("MHA", ("q, k, v ← W_qkv h_a", "q, k, v ← W_qkv h", "q, k, v ← W_qkv h · ν_qkv, the factor with the update")),
-    (
-        "MHA",
-        (
-            "k, q ← norm(k), norm(q), and the g of the next",
-            "k, q ← norm(k) · s_k, norm(q) · s_q, and the √d_k of the next",
-            "k, q ← norm(k), norm(q), and the g of the next",
-        ),
-    ),
+    ("MHA", ("q, k, v ← W_qkv h_a", "q, k, v ← W_qkv h", "q, k, v ← W_qkv h · ν_qkv")),
+    ("MHA", ("k, q ← norm(k), norm(q)", "k, q ← norm(k) · s_k, norm(q) · s_q", "k, q ← norm(k), norm(q)")),
     ("MHA", ("A ← softmax(q kᵀ · g)", "A ← softmax(q kᵀ · √d_k)", "A ← softmax(q kᵀ · g)")),
-    ("MHA", ("h_a ← W_p (A v)", "h_a ← W_p (A v)", "h_a ← W_p (A v) · ν_p, the factor with the update")),
-    ("Residual", ("h ← h + h_a", "h ← norm(h + α_a (norm(h_a) − h))", "h ← (h + α_a (norm(h_a) − h)) · ν(α_a)")),
+    ("MHA", ("h_a ← W_p (A v)", "h_a ← W_p (A v)", "h_a ← W_p (A v) · ν_p")),
+    ("MHA", (NONE, "h_a ← norm(h_a)", "h_a ← norm(h_a)")),
+    ("Residual", ("h ← h + h_a", "h ← norm(h + α_a (h_a − h))", "h ← (h + α_a (h_a − h)) · ν(α_a)")),
     ("MLP", ("h_m ← rms(h) · γ_m", NONE, NONE)),
-    ("MLP", ("u, z ← W_uz h_m", "u, z ← W_uz h", "u, z ← W_uz h · ν_uz, the factor with the next")),
+    ("MLP", ("u, z ← W_uz h_m", "u, z ← W_uz h", "u, z ← W_uz h · ν_uz")),
     ("MLP", (NONE, "u ← u · s_u", NONE)),
     ("MLP", (NONE, "z ← z · s_z · √d", NONE)),
-    ("MLP", ("h_m ← u · SiLU(z)", "h_m ← u · SiLU(z)", "h_m ← u · SiLU(z) · ν_acf, the factor with the update")),
-    ("MLP", ("h_m ← W_d h_m", "h_m ← W_d h_m", "h_m ← W_d h_m · ν_d, the factor with the update")),
-    ("Residual", ("h ← h + h_m", "h ← norm(h + α_m (norm(h_m) − h))", "h ← (h + α_m (norm(h_m) − h)) · ν(α_m)")),
+    ("MLP", ("h_m ← u · SiLU(z)", "h_m ← u · SiLU(z)", "h_m ← u · SiLU(z) · ν_acf")),
+    ("MLP", ("h_m ← W_d h_m", "h_m ← W_d h_m", "h_m ← W_d h_m · ν_d")),
+    ("MLP", (NONE, "h_m ← norm(h_m)", "h_m ← norm(h_m)")),
+    ("Residual", ("h ← h + h_m", "h ← norm(h + α_m (h_m − h))", "h ← (h + α_m (h_m − h)) · ν(α_m)")),
     ("Head", ("h ← rms(h) · γ_h", NONE, NONE)),
     ("Head", ("logits ← W_h h", "logits ← s_Z · (W_h h)", "logits ← s_Z · (W_h h)")),
 ]
@@ -42,13 +37,7 @@ ROWS: list[tuple[str, tuple[str, str, str]]] = [
 HEADER = """# Table 1, row by row
 
 Generated from the three model files by `python -m angpt.models.table1`. Each cell: the formula of the paper, and the
-line of code that computes it. Rotation (RoPE) is not in the paper's table; it is applied to q and k before their norm,
-where `normed_heads(qkv, ctx, gain of q, gain of k)` takes the three apart.
-
-`W(x, s)` is s · (W x) (`primitives.Linear`). The norm of h_a and h_m, a row of its own in the paper, is taken in
-the residual update: `primitives.update(h, x, α, ν, scale)` is (h + α (norm(x · scale) − h)) · ν; in nGPT, whose α is
-an absolute value, the norm of that. Factors that pass linearly to that norm (ν_qkv with v, ν_p, ν_acf, ν_d) are its
-scale; in q and k, which are normed, ν_qkv has no effect.
+line of code that computes it. `W(x, s)` is (W x) · s; q and k are rotated (RoPE) before their norm.
 """
 
 

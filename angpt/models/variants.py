@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.constraints import Constraint
 from angpt.errors import UserError, nearest
-from angpt.models import angpt, factors, gptplus, ngpt
-from angpt.models.angpt import AnGPT
+from angpt.models import factors
+from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.decoder import Decoder
-from angpt.models.gptplus import GPTPlus
-from angpt.models.ngpt import NGPT
-from angpt.models.primitives import NO_FACTOR, Context, LearnedScale, LerpFactor, RMSNorm, norm, split_heads, update
+from angpt.models.design import Design
+from angpt.models.factors import LerpFactor
+from angpt.models.gptplus import GPTPlus, GPTPlusBlock
+from angpt.models.ngpt import NGPT, NGPTBlock
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp, nu_lerp, rotate, split_heads
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -52,23 +55,29 @@ def variant(name: str) -> Callable[[D], D]:
 class NoQKNorm(GPTPlus):
     """Plain scaled dot products: no norm of q and k, 1/sqrt(d_h) in place of g."""
 
-    class Block(gptplus.Block):
+    class Block(GPTPlusBlock):
+        computes = replace(GPTPlusBlock.computes, qk="plain")
+
         def __init__(self, cfg: ModelConfig, layer: int) -> None:
             super().__init__(cfg, layer)
             del self.g
 
         def attention(self, h: Tensor, ctx: Context) -> Tensor:
             q, k, v = split_heads(self.W_qkv(self.norm_a(h)), self.d_head)
-            return self.W_p(self.attend(ctx.rotate(q) / math.sqrt(self.d_head), ctx.rotate(k), v, ctx))
+            q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+            return self.W_p(self.attend(q, k, v, ctx, 1 / math.sqrt(self.d_head)))
 
 
 @variant("gpt+/ln-scaling")
 class LNScaling(GPTPlus):
     """The norms of layer l scaled by 1/sqrt(l) (Sun et al., 2025)."""
 
-    class Block(gptplus.Block):
+    class Block(GPTPlusBlock):
         def make_norm(self, size: int) -> nn.Module:
             return RMSNorm(size, factor=1 / math.sqrt(self.layer))
+
+        def design(self) -> Design:
+            return replace(super().design(), input_factors=(1 / math.sqrt(self.layer),))
 
 
 class DynamicTanh(nn.Module):
@@ -93,7 +102,9 @@ class DyT(GPTPlus):
     """Every norm but that of q and k replaced by DynamicTanh, and the embedding scaled by a learned scalar that starts
     at sqrt(d_m), as its authors do for language models."""
 
-    class Block(gptplus.Block):
+    class Block(GPTPlusBlock):
+        computes = replace(GPTPlusBlock.computes, input="tanh")
+
         def make_norm(self, size: int) -> nn.Module:
             return DynamicTanh(size)
 
@@ -114,9 +125,14 @@ class DyT(GPTPlus):
 class NGPTLerpFactor(NGPT):
     """The norm after each residual update replaced by ν(α)."""
 
-    class Block(ngpt.Block):
-        def update(self, h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-            return update(h, x, alpha, LerpFactor())
+    class Block(NGPTBlock):
+        computes = replace(NGPTBlock.computes, nu_alpha=True, update_norm=False)
+
+        def forward(self, h: Tensor, ctx: Context) -> Tensor:
+            h_a, alpha = self.attention(h, ctx), self.alpha_a()
+            h = lerp(h, h_a, alpha, nu_lerp(alpha))
+            h_m, alpha = self.mlp(h), self.alpha_m()
+            return lerp(h, h_m, alpha, nu_lerp(alpha))
 
 
 @variant("ngpt/bounded")
@@ -130,7 +146,7 @@ class NGPTBounded(NGPTLerpFactor):
 def scaled_factors(const: float = 1.0, residual: float = 1.0) -> type[AnGPT]:
     """anGPT with its constant factors and ν(α) multiplied by a number each."""
 
-    class Block(angpt.Block):
+    class Block(AnGPTBlock):
         def constants(self, cfg: ModelConfig) -> factors.Factors:
             return super().constants(cfg).times(const)
 
@@ -149,14 +165,14 @@ ARCHITECTURES |= {
 }
 
 
-class NoConstBlock(angpt.Block):
+class NoConstBlock(AnGPTBlock):
     def constants(self, cfg: ModelConfig) -> factors.Factors:
         return factors.NONE
 
 
-class NoResidualFactorBlock(angpt.Block):
+class NoResidualFactorBlock(AnGPTBlock):
     def residual_factor(self) -> LerpFactor:
-        return NO_FACTOR
+        return LerpFactor(of_alpha=False)
 
 
 @variant("angpt/no-const")
@@ -185,20 +201,25 @@ class NoFactors(AnGPT):
 class NoLerp(AnGPT):
     """The plain residual sum, h + x, without α."""
 
-    class Block(angpt.Block):
+    class Block(AnGPTBlock):
+        computes = replace(AnGPTBlock.computes, lerp=False)
+
         def __init__(self, cfg: ModelConfig, layer: int) -> None:
             super().__init__(cfg, layer)
             del self.alpha_a, self.alpha_m
 
+        def residual_factor(self) -> LerpFactor:
+            return LerpFactor(of_alpha=False)
+
         def forward(self, h: Tensor, ctx: Context) -> Tensor:
-            h = h + norm(self.attention(h, ctx))
-            return h + norm(self.mlp(h))
+            h = h + self.attention(h, ctx)
+            return h + self.mlp(h)
 
 
 @variant("angpt/attention-factor")
 class AttentionFactor(AnGPT):
     """Row r of the causal attention matrix multiplied by sqrt(r), which makes it a unit row if attention is dense."""
 
-    class Block(angpt.Block):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-            return super().attend(q, k, v, ctx) * (ctx.positions + 1).sqrt()[..., None].to(v.dtype)
+    class Block(AnGPTBlock):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, gain: Tensor | float) -> Tensor:
+            return super().attend(q, k, v, ctx, gain) * (ctx.positions + 1).sqrt()[..., None].to(v.dtype)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
-from angpt.fast.graphs import Recorded, held_up_by_python
+from angpt.fast.graphs import Recorded, launch_bound
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
 from angpt.optim.adam import Adam
@@ -104,7 +104,7 @@ class Engine:
         if not self.recordable or batch.documents is not None:
             return False
         with torch.cuda.device(self.device), attention_backends():
-            return held_up_by_python(lambda: self.run(batch), self.compute)
+            return launch_bound(lambda: self.run(batch), self.compute)
 
     def record(self, batch: Batch) -> None:
         """Make a CUDA graph of a pass over such a batch; gradients are dropped."""

@@ -99,7 +99,7 @@ def test_the_model_attends_with_these_matrices():
     class Catch(AttentionProbe):
         def attend(self, layer, q, k, v, ctx):
             names = torch.eye(12, 16, dtype=q.dtype).expand(5, 1, 12, 16)
-            rows = type(model.blocks[0]).attend(model.blocks[0], q, k, names, ctx)
+            rows = type(model.blocks[0]).attend(model.blocks[0], q, k, names, ctx, 1.0)
             seen.setdefault(layer, []).append(rows.norm(dim=-1))
             super().attend(layer, q, k, v, ctx)
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from angpt.errors import UserError
+from angpt.fast.decode import supports
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
-from angpt.inference.folded import Cache, Folded
 from angpt.inference.generate import generate
 from angpt.inference.sampling import GREEDY
+from angpt.models.folded import Cache, Folded
 from angpt.models.variants import ARCHITECTURES
 from tests.models.conftest import some_tokens, tiny
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
@@ -70,12 +71,10 @@ def test_a_width_that_is_no_power_of_two() -> None:
 
 
 def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
-    from angpt.fast import decode_kernels as kernels
-
-    assert kernels.supports(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16))
-    assert not kernels.supports(fold(tiny(d_model=32)))
-    assert not kernels.supports(fold(tiny("gpt+/dyt", d_model=32)).prepare("cpu", torch.bfloat16))
-    assert not kernels.supports(fold(tiny(d_model=24)).prepare("cpu", torch.bfloat16))
+    assert supports(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16))
+    assert not supports(fold(tiny(d_model=32)))
+    assert not supports(fold(tiny("gpt+/dyt", d_model=32)).prepare("cpu", torch.bfloat16))
+    assert not supports(fold(tiny(d_model=24)).prepare("cpu", torch.bfloat16))
     with pytest.raises(UserError, match="kernels need a GPU"):
         Engine(fold(tiny()), 1, 16, 1, GREEDY, "kernels")
 

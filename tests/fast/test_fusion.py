@@ -1,21 +1,25 @@
 """Products and gradients are added where that saves a sum, and the results are those of the sum."""
 
 import json
+import operator
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import custom_op
 
 pytest.importorskip("triton", reason="Triton is not installed (it is there for Linux only)")
 
 from angpt.fast import block_kernels as kernels
+from angpt.fast import models
 from angpt.fast.block_kernels import scaled_rms
-from angpt.fast.fusion import OPTIONS, AddProducts, FindSums
-from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU
+from angpt.fast.fusion import OPTIONS, AddProducts, FindSums, MergeLines
+from angpt.models.primitives import attend, lerp, make_context, norm, nu_lerp, product, residual_update
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 ROUNDING = 1e-2 if ON_GPU else 1e-6  # a few roundings to bf16, or to fp32
 
@@ -43,6 +47,11 @@ def once(x, y, a, b):
 def swapped(x, y, a, b):
     c, d = pair(x, y)
     return (a.flatten(0, 1) @ b).view(c.shape) + c, d
+
+
+def with_a_factor(x, y, a, b):
+    c, d = pair(x, y)
+    return c + product(a.flatten(0, 1), b, 0.3).view(c.shape), d
 
 
 def needed_later(x, y, a, b):
@@ -133,14 +142,14 @@ class Seen:
             def uuid(self):
                 return None
 
-        assert OPTIONS.keys() == {"joint_custom_pre_pass", "post_grad_custom_post_pass"}
+        assert OPTIONS.keys() == {"pre_grad_custom_pass", "joint_custom_pre_pass", "post_grad_custom_post_pass"}
         self.options = {"joint_custom_pre_pass": Find(), "post_grad_custom_post_pass": Add()}
 
 
 @pytest.mark.parametrize(
     ("function", "adds", "copies"),
     [
-        *((function, 1, 0) for function in (once, swapped, of_two_products)),
+        *((function, 1, 0) for function in (once, swapped, of_two_products, with_a_factor)),
         *((function, 1, 1) for function in (needed_later, of_an_input, of_an_operand)),
         *((function, 1, 1) for function in (of_a_view_of_an_operand, of_an_operand_turned)),
         (of_a_view_of_an_input, 1, 0),  # the compiler sees that itself
@@ -240,12 +249,118 @@ def test_a_kernel_does_not_add_what_is_not_there_yet_or_of_another_shape():
     assert [graph(build) for build in (late, wider, turned)] == [1, 1, 1]
 
 
+def interpolated(h, x, alpha):
+    return lerp(h, norm(x), alpha, nu_lerp(alpha))
+
+
+def interpolated_and_scaled(h, x, alpha):
+    return lerp(h, norm(x), alpha, nu_lerp(alpha) * 2.0)
+
+
+def interpolated_without_factor(h, x, alpha):
+    return lerp(h, norm(x), alpha)
+
+
+def interpolated_and_normed(h, x, alpha):
+    return norm(lerp(h, norm(x), alpha))
+
+
+def norm_needed_later(h, x, alpha):
+    unit = norm(x)
+    return lerp(h, unit, alpha) + unit
+
+
+def update_needed_before_its_norm(h, x, alpha):
+    y = lerp(h, norm(x), alpha)
+    return norm(y) + y
+
+
+def not_normed(h, x, alpha):
+    return lerp(h, x, alpha, nu_lerp(alpha))
+
+
+def factor_of_another_alpha(h, x, alpha):
+    return lerp(h, norm(x), alpha, nu_lerp(alpha + 1))
+
+
+def factor_of_another_kind(h, x, alpha):
+    return lerp(h, norm(x), alpha, alpha + 1)
+
+
+def captured(function, *inputs):
+    """Value before and after the pass, and the names of the functions that it leaves, in order."""
+    names = []
+
+    def backend(module, examples):
+        MergeLines()(module.graph)
+        module.graph.lint()
+        module.recompile()
+        names.extend(n.target.__name__ for n in module.graph.nodes if n.op == "call_function")
+        return module.forward
+
+    torch.compiler.reset()
+    return function(*inputs), torch.compile(function, backend=backend)(*inputs), names
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (interpolated, ["residual_update"]),
+        (interpolated_and_scaled, ["residual_update"]),
+        (interpolated_without_factor, ["residual_update"]),
+        (interpolated_and_normed, ["residual_update"]),
+        (update_needed_before_its_norm, ["residual_update", "norm"]),
+        (norm_needed_later, ["norm", "lerp"]),
+        (not_normed, ["lerp"]),
+        (factor_of_another_alpha, ["norm", "lerp"]),
+        (factor_of_another_kind, ["norm", "lerp"]),
+    ],
+)
+@pytest.mark.usefixtures("kernels_apply")
+def test_lines_of_a_residual_update_are_merged(function, left):
+    h, x, alpha = (torch.randn(*shape, device=DEVICE) for shape in ((5, 64), (5, 64), (64,)))
+    before, after, names = captured(function, h.to(DTYPE), x.to(DTYPE), alpha)
+    assert [name for name in names if name in ("residual_update", "norm", "lerp")] == left
+    assert (after - before).norm() <= ROUNDING * before.norm()
+
+
+@pytest.mark.usefixtures("kernels_apply")
+def test_lines_stay_as_they_are_where_there_is_no_kernel(monkeypatch):
+    monkeypatch.setattr(residual_update, "applies", lambda *args: False)
+    _, _, names = captured(interpolated, torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
+    assert "residual_update" not in names
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.usefixtures("kernels_apply")
+def test_the_gain_of_attention_goes_to_the_kernel_of_the_heads(again):
+    ctx = make_context(torch.zeros(2, 9, 1, device=DEVICE), 16, 1e4)
+    graph = Graph()
+    qkv, cos, sin, stored = (graph.placeholder(name) for name in ("qkv", "cos", "sin", "stored"))
+    heads = graph.call_function(models.normed_heads, (qkv, 32, cos, sin, None, None))
+    q, k, v = (graph.call_function(operator.getitem, (heads, i)) for i in range(3))
+    out = graph.call_function(attend, (q, k, v, None, graph.call_function(operator.mul, (stored, 3.0))))
+    graph.output((out, q) if again else (out,))
+    module = GraphModule({}, graph)
+    inputs = (draw(2, 9, 3 * 64), ctx.cos, ctx.sin, torch.ones(1, device=DEVICE))
+    before = module(*inputs)[0]
+    MergeLines()(graph)
+    graph.lint()
+    module.recompile()
+    assert len(out.args) == (5 if again else 4)
+    assert (module(*inputs)[0] - before).norm() <= ROUNDING * before.norm()
+
+
+def draw(*shape):
+    return torch.randn(*shape, device=DEVICE).to(DTYPE)
+
+
 def test_what_is_left_of_the_sums_of_a_block():
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.traced", "gpt+", "ngpt", "angpt"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # Products that add, products that do not, sums, copies.
-    update = {"forward": [0, 4, 0, 0], "backward": [2, 6, 0, 0]}
-    gptplus = {"forward": [2, 2, 0, 2], "backward": [0, 8, 0, 0]}
+    # Products that add, products that do not, sums, multiplications, copies. GPT+ multiplies in its norms alone.
+    update = {"forward": [0, 4, 0, 0, 0], "backward": [2, 6, 0, 0, 0]}
+    gptplus = {"forward": [2, 2, 0, 4, 2], "backward": [0, 8, 0, 0, 0]}
     assert json.loads(done.stdout) == {"gpt+": gptplus, "ngpt": update, "angpt": update}

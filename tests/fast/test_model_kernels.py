@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from angpt.models.primitives import (
-    NO_FACTOR,
-    LerpFactor,
-    Linear,
-    RMSNorm,
-    cross_entropy,
-    make_context,
-    normed_heads,
-    swiglu,
-    update,
-)
+import angpt.fast  # noqa: F401
+from angpt.models.primitives import Linear, RMSNorm, cross_entropy, make_context, normed_heads, residual_update, swiglu
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 ROUNDING = 4e-3 if ON_GPU else 2e-5
@@ -35,10 +26,10 @@ def compare(function, *inputs, vectors=()):
         assert (a.double() - b).norm() <= ROUNDING * b.norm()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("factor", [1.0, 3.74])
 @pytest.mark.parametrize("width", [300, 1500, 2048])
-def test_swiglu(scale, width):
-    compare(lambda uz: swiglu(uz, scale), draw(3, 5, 2 * width))
+def test_swiglu(factor, width):
+    compare(lambda uz: swiglu(uz, factor), draw(3, 5, 2 * width))
 
 
 @pytest.mark.parametrize("shape", [(300, 64), (77, 1500)])
@@ -78,8 +69,8 @@ def test_normed_heads(heads, d, rotated, documents, gain):
     }[gain]
 
     def function(qkv, *gains):
-        wide = qkv if qkv.dtype == torch.float64 else qkv.float()
-        return torch.stack(normed_heads(qkv, d, make_context(wide, rotated, 1e4, numbers), *gains))
+        ctx = make_context(qkv if qkv.dtype == torch.float64 else qkv.float(), rotated, 1e4, numbers)
+        return torch.stack(normed_heads(qkv, d, ctx.cos, ctx.sin, *gains))
 
     compare(function, draw(3, 70, 3 * heads * d), vectors=gains)
 
@@ -89,7 +80,7 @@ def test_normed_heads(heads, d, rotated, documents, gain):
 @pytest.mark.parametrize("normed", [False, True])
 def test_update(d, normed):
     def function(h, x, alpha):
-        return update(h, x, alpha, NO_FACTOR if normed else LerpFactor(times=1.3), scale=0.7, normed=normed)
+        return residual_update(h, x, alpha, not normed, 1.0 if normed else 1.3, normed)
 
     compare(function, draw(3, 71, d), draw(3, 71, d), vectors=(torch.rand(d, device=DEVICE, requires_grad=True),))
 
@@ -163,7 +154,8 @@ def test_a_target_that_does_not_exist_shows():
 def test_views_are_taken_as_they_are():
     h, x = draw(64, 5, 3).permute(1, 2, 0), draw(64, 5, 3).permute(1, 2, 0)
     alpha = torch.rand(64, device=DEVICE)
-    torch.testing.assert_close(update(h, x, alpha), update(h.contiguous(), x.contiguous(), alpha), rtol=0, atol=0)
+    whole = residual_update(h.contiguous(), x.contiguous(), alpha)
+    torch.testing.assert_close(residual_update(h, x, alpha), whole, rtol=0, atol=0)
     torch.testing.assert_close(swiglu(x), swiglu(x.contiguous()), rtol=0, atol=0)
     norm, found = RMSNorm(64).to(DEVICE), []
     for form in (x, x.contiguous()):

@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from angpt.cli.inference import all_graphs
+from angpt.cli.inference import all_designs
 from angpt.config import ModelConfig
 from angpt.errors import UserError
-from angpt.inference import folded as folded_module
-from angpt.inference.fold import fold
-from angpt.inference.graph import BLOCK, operations, read_graph
-from angpt.models import angpt, decoder, gptplus
-from angpt.models.angpt import AnGPT
-from angpt.models.gptplus import GPTPlus
+from angpt.inference.fold import fold, operations
+from angpt.models import folded as folded_module
+from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.primitives import norm
-from angpt.models.variants import ARCHITECTURES, NoLerp
+from angpt.models.variants import ARCHITECTURES
 from tests.models.conftest import some_tokens, tiny
 
 NAMES = sorted(ARCHITECTURES)
@@ -83,13 +80,13 @@ def test_folding_leaves_the_model_as_it_is() -> None:
 def test_the_table_counts_what_runs(name: str) -> None:
     """Norms and tanh are counted in a forward pass, vectors among the parameters."""
     model = fold(tiny(name, n_layers=3))
-    table = operations(model.graph)
+    table = operations(model.design)
     with (
         mock.patch.object(folded_module, "rms", side_effect=folded_module.rms) as rms,
         mock.patch.object(torch, "tanh", side_effect=torch.tanh) as tanh,
     ):
         model(some_tokens(1, 4))
-    joint = 0 if model.graph.qk == "plain" else 1  # q and k are normed in one call
+    joint = 0 if model.design.qk == "plain" else 1  # q and k are normed in one call
     assert rms.call_count == 3 * (table.norms - joint) + table.norms_at_head
     assert tanh.call_count == (3 * table.tanh + 1 if table.tanh else 0)
     vectors = [p for p in model.layers[0].parameters() if p.ndim != 2 and p.numel() > 1]
@@ -97,65 +94,45 @@ def test_the_table_counts_what_runs(name: str) -> None:
 
 
 def test_angpt_has_no_more_norms_than_gpt_plus() -> None:
-    graphs = all_graphs()
-    ours, theirs = operations(graphs["angpt"]), operations(graphs["gpt+"])
+    designs = all_designs()
+    ours, theirs = operations(designs["angpt"]), operations(designs["gpt+"])
     assert ours.norms <= theirs.norms
     assert ours.norms_at_head <= theirs.norms_at_head
-    assert operations(graphs["ngpt"]).norms > ours.norms
+    assert operations(designs["ngpt"]).norms > ours.norms
 
 
 def test_the_documentation_has_the_table() -> None:
     text = (Path(__file__).parents[2] / "docs" / "inference.md").read_text(encoding="utf-8")
-    for name, graph in all_graphs().items():
-        o = operations(graph)
+    for name, design in all_designs().items():
+        o = operations(design)
         assert f"| {name} | {o.residual} | {o.norms} | {o.vectors} | {o.tanh} | {o.norms_at_head} |\n" in text
 
 
-def test_the_graph_reads_scaled_factors_off_the_model() -> None:
-    graphs = all_graphs()
-    assert graphs["angpt/all-x2"].update_factor == 2.0
-    assert graphs["angpt/const-x0.5"].nu_uz == graphs["angpt"].nu_uz / 2
-    assert not graphs["angpt/no-residual-factor"].nu_alpha
-    assert graphs["angpt/attention-factor"] == graphs["angpt"]
+def test_the_design_has_the_scaled_factors_of_the_model() -> None:
+    designs = all_designs()
+    assert designs["angpt/all-x2"].update_factor == 2.0
+    assert designs["angpt/const-x0.5"].nu_uz == designs["angpt"].nu_uz / 2
+    assert not designs["angpt/no-residual-factor"].nu_alpha
+    assert designs["angpt/attention-factor"] == designs["angpt"]
 
 
-def test_every_method_that_an_architecture_may_change_is_looked_at() -> None:
-    methods = {name for name in vars(decoder.Block) if not name.startswith("_")}
-    assert methods == BLOCK.keys()
-
-
-def test_an_unknown_operation_is_refused_by_its_name() -> None:
+def test_a_model_that_does_not_compute_its_design_is_refused() -> None:
     class Odd(AnGPT):
-        class Block(angpt.Block):
+        class Block(AnGPTBlock):
             def mlp(self, h: Tensor) -> Tensor:
                 return torch.sin(h)
 
     class OddNu(AnGPT):
-        class Block(angpt.Block):
-            def residual_factor(self) -> Any:
-                return lambda alpha: 1 + alpha
+        class Block(AnGPTBlock):
+            def forward(self, h: Tensor, ctx: Any) -> Tensor:
+                return 1.01 * super().forward(h, ctx)
 
     cfg = ModelConfig(architecture="angpt/odd", d_model=16, n_layers=2, n_heads=2, vocab_size=8, context=8)
-    with pytest.raises(UserError, match=r"angpt/odd: .*Odd\.Block\.mlp is not among the operations"):
-        fold(Odd(cfg))
-    with pytest.raises(UserError, match=r"neither ν\(α\) nor 1"):
-        read_graph(OddNu(cfg))
-
-
-def test_methods_that_do_not_belong_together_are_refused() -> None:
-    class Mixed(GPTPlus):
-        class Block(gptplus.Block):
-            mlp = angpt.Block.mlp  # type: ignore[assignment]
-
-    class Twice(GPTPlus):
-        class Block(gptplus.Block):
-            forward = NoLerp.Block.forward  # type: ignore[assignment]
-
-    cfg = ModelConfig(architecture="gpt+/mixed", d_model=16, n_layers=2, n_heads=2, vocab_size=8, context=8)
-    with pytest.raises(UserError, match="do not belong together"):
-        fold(Mixed(cfg))
-    with pytest.raises(UserError, match="norms on both sides"):
-        fold(Twice(cfg))
+    for kind in (Odd, OddNu):
+        model = kind(cfg)
+        model.init_weights(torch.Generator().manual_seed(0))
+        with pytest.raises(UserError, match=r"angpt/odd: it does not compute what its design\(\) declares"):
+            fold(model)
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:

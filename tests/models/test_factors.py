@@ -6,9 +6,9 @@ import torch
 
 from angpt.analysis.factor_report import activation, draw_concentration, factor_rows, factor_tables
 from angpt.config import SIZES, ModelConfig
-from angpt.models import angpt, factors
-from angpt.models.factors import ACTIVATION_ASSUMPTIONS
-from angpt.models.primitives import LerpFactor
+from angpt.models import factors
+from angpt.models.angpt import AnGPT, AnGPTBlock
+from angpt.models.factors import ACTIVATION_ASSUMPTIONS, LerpFactor
 from angpt.models.variants import build
 from tests.models.conftest import TINY, some_tokens, tiny
 
@@ -16,7 +16,7 @@ from tests.models.conftest import TINY, some_tokens, tiny
 def changed(field=None, residual=1.0, times=1.7):
     """A tiny float64 anGPT with one factor multiplied by a number that is no power of two."""
 
-    class Block(angpt.Block):
+    class Block(AnGPTBlock):
         def constants(self, cfg):
             nu = super().constants(cfg)
             return dataclasses.replace(nu, **{field: times * getattr(nu, field)}) if field else nu
@@ -24,7 +24,7 @@ def changed(field=None, residual=1.0, times=1.7):
         def residual_factor(self):
             return LerpFactor(times=residual)
 
-    model = type("Changed", (angpt.AnGPT,), {"Block": Block})(ModelConfig(**TINY)).double()
+    model = type("Changed", (AnGPT,), {"Block": Block})(ModelConfig(**TINY)).double()
     model.load_state_dict(tiny("angpt").state_dict())
     return model
 
@@ -65,7 +65,7 @@ def test_attention_factor_makes_uniform_rows_unit_rows():
 
     ctx = make_context(torch.zeros(1, 8, 1), 0, 1e4)
     q = torch.zeros(1, 1, 8, 8)
-    rows = block.attend(q, q, torch.eye(8)[None, None], ctx)[0]
+    rows = block.attend(q, q, torch.eye(8)[None, None], ctx, 1.0)[0]
     torch.testing.assert_close(rows.norm(dim=-1), torch.ones(8))
 
 

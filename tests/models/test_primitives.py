@@ -6,7 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from angpt.models.factors import nu_lerp
-from angpt.models.primitives import LearnedScale, Linear, RMSNorm, attend, lerp, make_context, norm, rms, split_heads
+from angpt.models.primitives import (
+    LearnedScale,
+    Linear,
+    RMSNorm,
+    attend,
+    lerp,
+    make_context,
+    norm,
+    rms,
+    rotate,
+    split_heads,
+)
 from tests.models import reference
 
 ROTARY = {"rotary_dim": 4, "rotary_base": 10_000.0}
@@ -76,7 +87,8 @@ def test_rms_norm_multiplies_gamma_and_factor():
 
 def test_rotation_equals_its_definition():
     x = draw(2, 3, 5, 8)  # batch, heads, positions, d_h
-    out = make_context(draw(2, 5, 1), **ROTARY).rotate(x)
+    ctx = make_context(draw(2, 5, 1), **ROTARY)
+    out = rotate(x, ctx.cos, ctx.sin)
     for t in range(5):
         torch.testing.assert_close(out[1, 2, t], reference.rotate(x[1, 2, t], t, 4, 10_000.0), rtol=1e-12, atol=1e-14)
 
@@ -85,7 +97,7 @@ def test_rotation_equals_its_definition():
 def test_rotation_keeps_lengths_and_depends_on_relative_position_only(i, j, shift, seed):
     ctx = make_context(draw(1, 128, 1), **ROTARY)
     q, k = draw(1, 1, 1, 8, seed=seed), draw(1, 1, 1, 8, seed=seed + 1)
-    rotated_q, rotated_k = ctx.rotate(q.expand(1, 1, 128, 8))[0, 0], ctx.rotate(k.expand(1, 1, 128, 8))[0, 0]
+    rotated_q, rotated_k = (rotate(x.expand(1, 1, 128, 8), ctx.cos, ctx.sin)[0, 0] for x in (q, k))
     assert torch.allclose(rotated_q.norm(dim=-1), q.norm(), rtol=1e-12)
     near, far = rotated_q[i] @ rotated_k[j], rotated_q[i + shift] @ rotated_k[j + shift]
     assert float(near - far) == pytest.approx(0, abs=1e-11)
@@ -93,10 +105,22 @@ def test_rotation_keeps_lengths_and_depends_on_relative_position_only(i, j, shif
 
 def test_attention_equals_its_definition():
     q, k, v = (draw(1, 2, 6, 4, seed=s) for s in range(3))
-    out = attend(q, k, v, make_context(draw(1, 6, 1), **ROTARY))
-    for head in range(2):
-        expected = torch.stack(reference.attention(list(q[0, head]), list(k[0, head]), list(v[0, head]), 1.0))
-        torch.testing.assert_close(out[0, :, head * 4 : head * 4 + 4], expected, rtol=1e-11, atol=1e-13)
+    for gain in (1.7, torch.tensor([1.7], dtype=torch.float64)):
+        out = attend(q, k, v, None, gain)
+        for head in range(2):
+            expected = torch.stack(reference.attention(list(q[0, head]), list(k[0, head]), list(v[0, head]), 1.7))
+            torch.testing.assert_close(out[0, :, head * 4 : head * 4 + 4], expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_constant_factor_of_a_linear_map_multiplies_value_and_gradients():
+    layer, x = Linear(5, 7).double(), draw(2, 3, 5).requires_grad_()
+    with torch.no_grad():
+        layer.weight.copy_(draw(7, 5, seed=4))
+    torch.testing.assert_close(layer(x, 0.3), 0.3 * layer(x), rtol=1e-14, atol=1e-15)
+    parameters = (x, layer.weight)
+    found = torch.autograd.grad(layer(x, 0.3).square().sum(), parameters)
+    torch.testing.assert_close(found, torch.autograd.grad((0.3 * layer(x)).square().sum(), parameters))
+    assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(layer, {"weight": w}, (x, 0.3)), parameters)
 
 
 def test_split_heads_takes_queries_keys_and_values_apart():

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from angpt.config import ModelConfig
 from angpt.errors import UserError
-from angpt.inference.graph import Graph
-from angpt.models.primitives import EPS, Context
+from angpt.models.design import Design
+from angpt.models.primitives import EPS, Context, rotate
+from angpt.operations import operation
 
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
@@ -47,20 +48,20 @@ def parameter(*shape: int) -> nn.Parameter:
 class Layer(nn.Module):
     """Attention, residual update, MLP, residual update."""
 
-    def __init__(self, cfg: ModelConfig, graph: Graph) -> None:
+    def __init__(self, cfg: ModelConfig, design: Design) -> None:
         super().__init__()
-        self.d_head, self.graph = cfg.d_head, graph
+        self.d_head, self.design = cfg.d_head, design
         self.W_qkv = parameter(3 * cfg.d_model, cfg.d_model)
         self.W_p = parameter(cfg.d_model, cfg.d_model)
         self.W_uz = parameter(2 * cfg.d_mlp, cfg.d_model)
         self.W_d = parameter(cfg.d_model, cfg.d_mlp)
         # The attention scale: one number, or in nGPT a number per dimension. q alone carries it.
-        gains = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[graph.qk]
+        gains = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
         self.gain = None if gains is None else parameter(*gains)
-        vector = (cfg.d_model,) if graph.lerp else None
+        vector = (cfg.d_model,) if design.lerp else None
         self.keep_a, self.add_a = (None if vector is None else parameter(*vector) for _ in range(2))
         self.keep_m, self.add_m = (None if vector is None else parameter(*vector) for _ in range(2))
-        self.slope_a, self.slope_m = (parameter(1) if graph.input == "tanh" else None for _ in range(2))
+        self.slope_a, self.slope_m = (parameter(1) if design.input == "tanh" else None for _ in range(2))
 
     def forward(
         self, h: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None = None, by_hand: bool = False
@@ -71,14 +72,14 @@ class Layer(nn.Module):
         `by_hand` writes attention to the cache as products and a softmax, which compiles to kernels that use the whole
         GPU for a single row; otherwise it is one fused kernel.
         """
-        h = self.update(h, self.attention(enter(h, self.graph, self.slope_a), ctx, cache, slots, by_hand), "a")
-        u, z = F.linear(enter(h, self.graph, self.slope_m).to(self.W_uz.dtype), self.W_uz).chunk(2, dim=-1)
+        h = self.update(h, self.attention(enter(h, self.design, self.slope_a), ctx, cache, slots, by_hand), "a")
+        u, z = F.linear(enter(h, self.design, self.slope_m).to(self.W_uz.dtype), self.W_uz).chunk(2, dim=-1)
         return self.update(h, F.linear(u * F.silu(z), self.W_d), "m")
 
     def attention(self, x: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None, by_hand: bool) -> Tensor:
         qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).view(*x.shape[:2], 3, -1, self.d_head)
         qk, v = qkv[:, :, :2].flatten(2, 3).transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
-        qk = ctx.rotate(qk)  # all heads of q and k at once
+        qk = rotate(qk, ctx.cos, ctx.sin)  # all heads of q and k at once
         if self.gain is not None:
             qk = long_norm(qk)
         q, k = qk.chunk(2, dim=1)
@@ -100,17 +101,17 @@ class Layer(nn.Module):
     def update(self, h: Tensor, x: Tensor, which: str) -> Tensor:
         keep, add = (self.keep_a, self.add_a) if which == "a" else (self.keep_m, self.add_m)
         x = x.to(h.dtype)
-        if self.graph.output_norm:
+        if self.design.output_norm:
             x = long_norm(x)
         h = h + x if keep is None or add is None else keep * h + add * x
-        return rms(h) if self.graph.update_norm else h
+        return rms(h) if self.design.update_norm else h
 
 
-def enter(h: Tensor, graph: Graph, slope: Tensor | None) -> Tensor:
+def enter(h: Tensor, design: Design, slope: Tensor | None) -> Tensor:
     """What a block or the head sees of the stream."""
     if slope is not None:
         return torch.tanh(slope * h)
-    return rms(h) if graph.input == "rms" else h
+    return rms(h) if design.input == "rms" else h
 
 
 def attend_fused(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
@@ -126,12 +127,12 @@ def attend_by_hand(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
 class Folded(nn.Module):
     """A model for inference. `fold` makes it from a trained one."""
 
-    def __init__(self, cfg: ModelConfig, graph: Graph) -> None:
+    def __init__(self, cfg: ModelConfig, design: Design) -> None:
         super().__init__()
-        self.cfg, self.graph = cfg, graph
+        self.cfg, self.design = cfg, design
         self.W_e = parameter(cfg.vocab_size, cfg.d_model)
-        self.layers = nn.ModuleList(Layer(cfg, graph) for _ in range(cfg.n_layers))
-        self.slope_h = parameter(1) if graph.input == "tanh" else None
+        self.layers = nn.ModuleList(Layer(cfg, design) for _ in range(cfg.n_layers))
+        self.slope_h = parameter(1) if design.input == "tanh" else None
         self.W_h = parameter(cfg.vocab_size, cfg.d_model)
         self.engine: Any = None
         """Of the last generation, for the next one."""
@@ -195,7 +196,7 @@ class Folded(nn.Module):
         return F.embedding(tokens, self.W_e).to(self.wide)
 
     def head(self, h: Tensor) -> Tensor:
-        return F.linear(enter(h, self.graph, self.slope_h).to(self.dtype), self.W_h).to(self.wide)
+        return F.linear(enter(h, self.design, self.slope_h).to(self.dtype), self.W_h).to(self.wide)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary angles, (…, r/2). In float64, as in training; MPS has none."""
@@ -212,8 +213,8 @@ class Folded(nn.Module):
             Cache(*(torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2))) for _ in self.layers
         ]
 
-    def generate(self, prompts: Any, new_tokens: int, **options: Any) -> list[list[int]]:
-        """See `angpt.inference.generate.generate`."""
-        from angpt.inference.generate import generate
 
-        return generate(self, prompts, new_tokens, **options)
+@operation
+def decode_step(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
+    """Logits (B, V) behind one more token of each row: see `Folded.decode`."""
+    return model.decode(tokens, positions, caches, capacity)

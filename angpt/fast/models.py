@@ -1,0 +1,72 @@
+"""Fast forms of the operations of `angpt.models.primitives`: bf16 on an NVIDIA GPU, by Triton kernels."""
+
+import torch
+from torch import Tensor
+
+from angpt.models import primitives
+
+
+def bf16_on_gpu(x: Tensor, *args: object, **kwargs: object) -> bool:
+    """True if the kernels apply to a tensor."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def residual_update(
+    h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
+) -> Tensor:
+    from angpt.fast import block_kernels
+
+    x = x.to(h.dtype).contiguous()
+    return block_kernels.update(h.contiguous(), x, alpha.contiguous(), nu_of_alpha, times, normed)
+
+
+def swiglu(uz: Tensor, factor: float = 1.0) -> Tensor:
+    from angpt.fast import block_kernels
+
+    return block_kernels.swiglu(uz.contiguous(), factor)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    from angpt.fast import loss_kernels
+
+    return loss_kernels.cross_entropy_(logits.contiguous(), targets.contiguous())
+
+
+def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
+    from angpt.fast import block_kernels
+
+    return block_kernels.scaled_rms(x.contiguous(), gain)
+
+
+def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
+    from angpt.fast import block_kernels
+
+    return block_kernels.scaled_linear(x, weight, gains)
+
+
+def normed_heads(
+    qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    from angpt.fast import head_kernels
+
+    packed = qkv.view(*qkv.shape[:2], 3, -1, d_head)
+    q_full, k_full = (
+        None if gain is None else gain.reshape(-1, gain.shape[-1]).expand(packed.shape[-2:]).contiguous()
+        for gain in (q_gain, k_gain)
+    )
+    q, k, v = head_kernels.normed_heads(packed, cos, sin, q_full, k_full)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _known_head(qkv: Tensor, d_head: int, cos: Tensor, *args: object) -> bool:
+    return bf16_on_gpu(qkv) and d_head in (16, 32, 64, 128, 256) and cos.shape[-1] > 0
+
+
+primitives.residual_update.accelerate(residual_update, bf16_on_gpu)
+primitives.swiglu.accelerate(swiglu, bf16_on_gpu)
+primitives.cross_entropy.accelerate(cross_entropy, bf16_on_gpu)
+primitives.scaled_rms.accelerate(scaled_rms, bf16_on_gpu)
+primitives.linear_with_row_gains.accelerate(
+    linear_with_row_gains, lambda x, weight, gains: bf16_on_gpu(weight) and x.dtype == weight.dtype
+)
+primitives.normed_heads.accelerate(normed_heads, _known_head)

@@ -1,0 +1,128 @@
+"""Every operation of the registry: its fast form against its plain form, and every kernel in use by one of them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import angpt.fast
+from angpt.models.primitives import make_context
+from angpt.operations import OPERATIONS, kernels, use_kernels
+from tests.models.conftest import some_tokens, tiny
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
+
+ROUNDING = 1e-2 if ON_GPU else 2e-5
+
+
+def draw(*shape, dtype=DTYPE):
+    return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
+
+
+def heads():
+    ctx = make_context(torch.zeros(2, 9, 1, device=DEVICE), 16, 1e4)
+    gain = torch.rand(4, 1, 32, device=DEVICE, requires_grad=True)
+    return draw(2, 9, 3 * 4 * 32), 32, ctx.cos, ctx.sin, gain, gain
+
+
+def decoding():
+    from angpt.inference.fold import fold
+
+    model = fold(tiny("angpt", d_model=32, context=64).float()).prepare(DEVICE, DTYPE)
+    positions = torch.tensor([0, 5], device=DEVICE)
+    return model, some_tokens(2).to(DEVICE), positions, model.make_caches(2, 64), 64
+
+
+EXAMPLES = {
+    "residual_update": lambda: (draw(5, 64), draw(5, 64), draw(64, dtype=torch.float32), True, 1.0, True),
+    "swiglu": lambda: (draw(5, 128), 3.74),
+    "cross_entropy": lambda: (draw(6, 300), torch.randint(300, (6,), device=DEVICE)),
+    "scaled_rms": lambda: (draw(5, 64), draw(64, dtype=torch.float32)),
+    "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
+    "normed_heads": heads,
+    "decode_step": decoding,
+}
+"""Arguments of each operation by name: an operation without an example fails the tests."""
+
+
+def outcome(form, arguments):
+    """The values of a form of an operation, and the gradients of its inputs."""
+    inputs = [
+        x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments
+    ]
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    used = [x * 1 if isinstance(x, torch.Tensor) and x.requires_grad else x for x in inputs]  # may be overwritten
+    found = form(*used)
+    values = list(found) if isinstance(found, tuple) else [found]
+    if not leaves:
+        return values
+    weights = [torch.randn(v.shape, generator=torch.Generator().manual_seed(i)).to(v) for i, v in enumerate(values)]
+    total = sum((v * w).sum() for v, w in zip(values, weights, strict=True))
+    return [*values, *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("name", sorted(OPERATIONS))
+def test_the_fast_form_is_the_plain_form(name):
+    assert name in EXAMPLES, f"{name} has no example: a fast form without a comparison is not allowed"
+    operation = OPERATIONS[name]
+    assert operation.fast is not None, f"{name} has no fast form"
+    arguments = EXAMPLES[name]()
+    with torch.set_grad_enabled(name != "decode_step"):
+        plain, fast = (outcome(form, arguments) for form in (operation.plain, operation.fast))
+    for expected, found in zip(plain, fast, strict=True):
+        assert (found.double() - expected.double()).norm() <= ROUNDING * expected.double().norm()
+
+
+def kernels_launched_from_python():
+    """The Triton kernels of `angpt.fast` that no other kernel calls."""
+    found, called = set(), set()
+    for path in Path(angpt.fast.__file__).parent.glob("*_kernels.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list):
+                found.add(node.name)
+                called |= {
+                    n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+                }
+    return found - called
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter's launches are counted")
+def test_every_kernel_is_reached_by_an_operation(monkeypatch):
+    from triton.runtime.interpreter import GridExecutor
+
+    launched = set()
+    call = GridExecutor.__call__
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda self, *a, **k: (launched.add(self.fn.__name__), call(self, *a, **k))[1]
+    )
+    for name, operation in OPERATIONS.items():
+        with torch.set_grad_enabled(name != "decode_step"):
+            outcome(operation.fast, EXAMPLES[name]())
+    assert launched == kernels_launched_from_python()
+
+
+def test_the_switch_turns_every_fast_form_off(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a fast form ran")
+
+    for name, operation in OPERATIONS.items():
+        monkeypatch.setattr(operation, "fast", fail)
+        monkeypatch.setattr(operation, "applies", lambda *args, **kwargs: True)
+        arguments = EXAMPLES[name]()
+        with kernels("off"), torch.no_grad():
+            operation(*arguments)
+        with kernels("auto"), torch.no_grad(), pytest.raises(AssertionError, match="a fast form ran"):
+            operation(*arguments)
+
+
+def test_the_environment_variable_wins_over_auto(monkeypatch):
+    from angpt import operations
+    from angpt.errors import UserError
+
+    monkeypatch.setattr(operations, "_enabled", True)
+    monkeypatch.setenv("ANGPT_KERNELS", "off")
+    use_kernels("auto")
+    assert not operations.kernels_enabled()
+    monkeypatch.setenv("ANGPT_KERNELS", "never")
+    with pytest.raises(UserError, match="ANGPT_KERNELS must be auto or off, not 'never'"):
+        use_kernels("auto")
