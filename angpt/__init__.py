@@ -34,10 +34,10 @@ _HOME = {
     "fold": "inference.fold",
     "generate": "inference.generate",
     "Sampling": "inference.sampling",
-    "Constraint": "models.constraints",
-    "apply_constraints": "models.constraints",
-    "constrain": "models.constraints",
-    "largest_violation": "models.constraints",
+    "Constraint": "constraints",
+    "apply_constraints": "constraints",
+    "constrain": "constraints",
+    "largest_violation": "constraints",
     "constants": "models.factors",
     "nu_lerp": "models.factors",
     "nu_linear": "models.factors",
@@ -55,6 +55,8 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'angpt' has no attribute {name!r}")
+    if _HOME[name].startswith("models"):
+        importlib.import_module("angpt.fast")  # registers the kernels
     return getattr(importlib.import_module(f"angpt.{_HOME[name]}"), name)
 
 
