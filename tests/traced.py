@@ -24,7 +24,7 @@ from angpt.config import ModelConfig
 from angpt.fast.fusion import OPTIONS
 from angpt.models import primitives
 from angpt.models.variants import build
-from angpt.training.engine import low_precision
+from angpt.training.strategy import low_precision
 from tests.compiled import HOPPER
 
 
