@@ -5,6 +5,7 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -16,6 +17,7 @@ from angpt.errors import UserError, nearest
 
 T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
+Parallel = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["auto", "fp32", "bf16"]
 Step = Literal["auto", "plain", "kernels", "compiled"]
 """How a decode step is computed. plain: one PyTorch operation after the other. kernels: five hand-written kernels per
@@ -179,7 +181,7 @@ class TrainConfig:
     """Sequences per forward pass on one device, 32k tokens on a GPU and 4k on the CPU unless given; gradients of a step
     are summed over as many as it takes. Of several devices, each takes the largest number up to this that divides its
     share of the step."""
-    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    parallel: Parallel = "auto"
     """How several processes (torchrun, --slurm) share one run. ddp: each has the whole model; fsdp: matrices are shared
     out over them, and gathered block by block to compute. auto: ddp."""
     shard_ranks: int | None = None
@@ -190,6 +192,8 @@ class TrainConfig:
     always in fp32."""
     recompute: bool = False
     """Compute blocks again in the backward pass rather than keep what they computed: less memory, a third more work."""
+    kernels: Literal["auto", "off"] = "auto"
+    """off: everything on plain PyTorch, no hand-written kernels, compiler passes or CUDA graphs."""
     timeout: float = 900.0
     """Seconds without progress after which several processes give up, and name the one that stands still."""
     seed: int = 0
@@ -235,16 +239,28 @@ class TrainConfig:
         parse_budget(self.tokens, parameters=10**9)
 
 
-DEVICES = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout")
-"""Settings of a run that follow from the machines it runs on; it may be resumed on others."""
+MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")
+"""Settings that follow from the machines of a run. They change its numbers by rounding at most."""
+RESUME_SETTINGS = (
+    *MACHINE_SETTINGS,
+    "data.path",
+    "eval_every",
+    "log_every",
+    "layers_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "tensorboard",
+    "wandb",
+)
+"""Settings that may change when a run is resumed: the losses of its steps stay what they would have been. Data may have
+moved, since its fingerprint is compared with that of the checkpoint; the others say when and where records are written.
+Not among them: `eval_tokens`, which the validation loss is a mean over, and `record_moments`, whose records are summed
+over a whole run."""
 
 
-def differences(one: TrainConfig, two: TrainConfig) -> list[str]:
-    """Dotted names of the settings that differ, but for those of the machines."""
-    ours, theirs = dataclasses.asdict(one), dataclasses.asdict(two)
-    for name in DEVICES:
-        ours[name] = theirs[name] = None
-    return _differences(ours, theirs)
+def differences(one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS) -> list[str]:
+    """Dotted names of the settings that differ, but for those that are ignored."""
+    return [name for name in _differences(dataclasses.asdict(one), dataclasses.asdict(two)) if name not in ignored]
 
 
 def _differences(one: dict[str, Any], two: dict[str, Any], prefix: str = "") -> list[str]:

@@ -33,16 +33,17 @@ def new_folder(path: Path) -> Iterator[Path]:
         part.mkdir(parents=True)
         yield part
         for entry in [*part.rglob("*"), part]:
-            _sync(entry)
+            sync(entry)
         part.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file or the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

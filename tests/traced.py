@@ -27,7 +27,7 @@ from angpt.fast.models import bf16_on_gpu
 from angpt.models import primitives
 from angpt.models.variants import build
 from angpt.operations import OPERATIONS
-from angpt.training.engine import low_precision
+from angpt.training.strategy import low_precision
 from tests.compiled import HOPPER
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from angpt.config import SIZES, ModelConfig
+from angpt.config import SIZES, ModelConfig, Parallel
 from angpt.models.variants import build
-from angpt.training.parallel import BUCKET_BYTES, Strategy
 from angpt.training.plan import rule_for
+from angpt.training.reducer import BUCKET_BYTES
 
 BF16, FP32 = 2, 4
 MOMENTS = 2 * FP32
@@ -44,7 +44,7 @@ def count(cfg: ModelConfig) -> Counts:
     return Counts(blocks, sum(sizes.values()) - blocks, model.flops_per_token(), model.parameter_count())
 
 
-def state_bytes(cfg: ModelConfig, strategy: Strategy | None, shards: int = 1) -> float:
+def state_bytes(cfg: ModelConfig, strategy: Parallel | None, shards: int = 1) -> float:
     """Of a GPU in one pass a step, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
     n = count(cfg)
     if strategy != "fsdp":  # a copy in bf16, and its gradient
@@ -93,7 +93,7 @@ class Traffic:
         return max(self.inside / machine.inside, self.between / machine.between) + self.latency
 
 
-def traffic(cfg: ModelConfig, strategy: Strategy, ranks: int, machine: Machine, shards: int | None = None) -> Traffic:
+def traffic(cfg: ModelConfig, strategy: Parallel, ranks: int, machine: Machine, shards: int | None = None) -> Traffic:
     """To sum n bytes over k ranks in rings each sends 2 n (k − 1)/k; to gather them, or to scatter sums, half of that.
     Rings pass through all GPUs of a machine before they leave it, each by another adapter: a GPU's adapter sends its
     part of that. A sum finds its way through a tree of machines; gathering goes around the ring."""

@@ -31,7 +31,7 @@ def bench_moments(
     for config in configs:
         subject = Subject(config, rows, device, dtype, compiled)
         record_alike([subject])
-        recorder = MomentRecorder(subject.engine.optimizer, subject.engine.model.matrices(), CLOSEST)
+        recorder = MomentRecorder(subject.engine.first_moments(), CLOSEST, subject.engine.strategy.whole)
 
         def record(recorder: MomentRecorder = recorder) -> None:
             recorder.note(CLOSEST)

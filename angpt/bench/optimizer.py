@@ -52,7 +52,7 @@ def bench_optimizer(
         engine = Engine(twin, OptimizerConfig(weight_decay=0.0, clip=CLIP), dtype, compiled=False)
         fused = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
         constrain(fused, model, model.constraints())
-        holders = [part.weight if part.copy is None else part.copy for part in engine.optimizer.parts]
+        holders = [state.weight if state.copy is None else state.copy for state in engine.optimizer.states]
         gradients = [torch.randn_like(p) for p in holders]
         for p in model.parameters():
             p.grad = torch.randn_like(p)

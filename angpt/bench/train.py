@@ -128,8 +128,8 @@ class Subject:
         step = torch.cuda.max_memory_allocated(self.device) - before
         held = [
             tensor
-            for part in self.engine.optimizer.parts
-            for tensor in (part.weight, part.copy, part.exp_avg, part.exp_avg_sq)
+            for state in self.engine.optimizer.states
+            for tensor in (state.weight, state.copy, state.exp_avg, state.exp_avg_sq)
             if tensor is not None
         ]
         return (step + sum(x.numel() * x.element_size() for x in held)) / 2**30
@@ -139,7 +139,7 @@ class Subject:
         seconds: dict[str, list[float]] = {name: [] for name in PARTS}
         optimizer = self.engine.optimizer
         free = copy.copy(optimizer)
-        free.parts = [dataclasses.replace(part, constraint=None) for part in optimizer.parts]
+        free.states = [dataclasses.replace(state, constraint=None) for state in optimizer.states]
 
         def timed(name: str, function: Callable[[], Tensor | None]) -> Tensor | None:
             synchronize(self.device)
@@ -155,7 +155,7 @@ class Subject:
                 assert loss is not None
                 timed("backward", lambda loss=loss: torch.autograd.backward(loss))  # type: ignore[misc]
             del loss
-            gradients = [part.gradient() for part in optimizer.parts]
+            gradients = optimizer.gradients()
             with torch.no_grad():
                 norm = timed("clip", lambda g=gradients: total_norm(g))  # type: ignore[misc]
                 assert norm is not None

@@ -147,7 +147,7 @@ def run_resumed(folder: Path, settings: TrainConfig) -> None:
 def _show(call: Callable[[Any], Any], folder: Path) -> None:
     from rich.console import Console
 
-    from angpt.training.parallel import launched_rank
+    from angpt.training.ranks import launched_rank
     from angpt.training.reporter import reporter_for
 
     console = Console()

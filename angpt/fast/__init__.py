@@ -6,3 +6,4 @@ used. `--kernels off` or ANGPT_KERNELS=off runs everything on plain PyTorch inst
 
 from angpt.fast import decode as decode
 from angpt.fast import models as models
+from angpt.fast import optimizer as optimizer

@@ -1,6 +1,6 @@
 """The optimizer step of matrices on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
 
-`optimizer.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
+`optim.adam.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
 
 A launch takes many matrices. Its table has a line with the addresses of each, its programs are listed by the number of
 their matrix and the place where they begin.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from angpt.constraints import TINY, Constraint
 from angpt.fast import tuning
-from angpt.optim.adam import ALIGNMENT, Part
+from angpt.optim.adam import ALIGNMENT, ParameterState
 
 TILE, COLUMNS, DOWN = tuning.ADAM_TILE, tuning.ADAM_COLUMNS, tuning.ADAM_COLUMN_ROWS
 BLOCK, BLOCKS = tuning.SQUARES_BLOCK, tuning.SQUARES_TILES
@@ -178,31 +178,30 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def adam_(
-    parts: Sequence[Part], gradients: Sequence[Tensor], clip: Tensor, *,
+    states: Sequence[ParameterState], gradients: Sequence[Tensor], clip: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """`optimizer.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
-    groups: dict[tuple[Any, ...], list[tuple[Part, Tensor]]] = {}
-    for part, g in zip(parts, gradients, strict=True):
-        constraint = None if part.across else part.constraint
-        key = (part.weight.shape[1], constraint, part.decay, part.copy is not None, g.dtype)
-        groups.setdefault(key, []).append((part, g))
+    """`optim.adam.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
+    groups: dict[tuple[Any, ...], list[tuple[ParameterState, Tensor]]] = {}
+    for state, g in zip(states, gradients, strict=True):
+        key = (state.weight.shape[1], state.constraint, state.decay, state.copy is not None, g.dtype)
+        groups.setdefault(key, []).append((state, g))
     scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
     for (width, constraint, decay, copied, dtype), chosen in groups.items():
         _launch(chosen, clip, (lr * decay, *scalars), width, constraint, copied, KINDS[dtype])
 
 
 def _launch(
-    chosen: Sequence[tuple[Part, Tensor]], clip: Tensor, scalars: tuple[float, ...], width: int,
+    chosen: Sequence[tuple[ParameterState, Tensor]], clip: Tensor, scalars: tuple[float, ...], width: int,
     constraint: Constraint | None, copied: bool, kind: Any,
 ) -> None:  # fmt: skip
     device, lines = clip.device, []
-    for part, g in chosen:
-        copy = part.weight if part.copy is None else part.copy
-        tensors = (part.weight, copy, part.exp_avg, part.exp_avg_sq, g)
-        if part.copy is not None and part.copy.dtype != torch.bfloat16:
-            raise ValueError(f"copies must be bf16, not {part.copy.dtype}")
-        lines.append([*map(_address, tensors), part.weight.shape[0]])
+    for state, g in chosen:
+        copy = state.weight if state.copy is None else state.copy
+        tensors = (state.weight, copy, state.exp_avg, state.exp_avg_sq, g)
+        if state.copy is not None and state.copy.dtype != torch.bfloat16:
+            raise ValueError(f"copies must be bf16, not {state.copy.dtype}")
+        lines.append([*map(_address, tensors), state.weight.shape[0]])
     down = constraint is not None and constraint.dim == 0
     cols = COLUMNS if down else triton.next_power_of_2(width)
     rows = DOWN if down else max(1, TILE // cols)

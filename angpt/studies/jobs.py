@@ -107,7 +107,7 @@ def check_settings(job: Job) -> None:
 def bring_to_end(job: Job, reporter: "Reporter") -> Summary:
     """Begin a run or go on with it, here and now."""
     from angpt.training.launch import start
-    from angpt.training.parallel import launched_rank
+    from angpt.training.ranks import launched_rank
 
     config = job.config
     if job.folder.exists():  # perhaps rank 0 has just made it, which comes to the same

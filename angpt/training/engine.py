@@ -5,7 +5,6 @@ updates the parameters: nothing is cast in the forward pass. Gradients of the co
 where a step takes several passes, are summed in fp32. Vectors (learned scales, γ) are few and are shared.
 """
 
-import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,13 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+import angpt.fast  # noqa: F401  (registers the fast forms of operations)
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.fast.graphs import Recorded, launch_bound
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
+from angpt.operations import kernels_enabled
 from angpt.optim.adam import Adam
-from angpt.training.parallel import Ranks, Reducer
+from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 # cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
 BACKENDS = [
@@ -32,6 +33,9 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+SINGLE_PROCESS = SingleProcess()
 
 
 class Engine:
@@ -45,29 +49,23 @@ class Engine:
         compiled: bool,
         *,
         recompute: bool = False,
-        ranks: Ranks | None = None,
+        strategy: Strategy = SINGLE_PROCESS,
         wide_reduce: bool = False,
     ) -> None:
-        """`recompute`: keep no activations inside of blocks. `wide_reduce`: sum gradients over ranks in fp32, also
-        those that are in bf16."""
-        self.model = model
-        self.ranks, self.sharded = ranks, ranks is not None and ranks.strategy == "fsdp"
-        self.compute = model if dtype == torch.float32 or self.sharded else low_precision(model, dtype)
-        if ranks is not None and self.sharded:
-            ranks.shard(model, dtype, torch.float32 if wide_reduce else dtype)
+        """`recompute`: keep no activations inside blocks. `wide_reduce`: sum gradients over ranks in fp32, also those
+        that are in bf16."""
+        self.model, self.strategy = model, strategy
+        self.compute = strategy.prepare(model, dtype, wide_reduce)
         pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
         self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
-        self.optimizer = Adam(model, config, self.copies, ranks.sum_shards if ranks and self.sharded else None)
-        self.reducer: Reducer | None = None
-        if ranks is not None:  # with fsdp, matrices take care of themselves
-            reduced = [p for p in self.compute.parameters() if not (self.sharded and p.ndim == 2)]
-            self.reducer = Reducer(reduced, {c: p for p, c in self.copies.items()}, ranks.size, wide_reduce)
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        """As they are stored: FSDP exchanges those of the model for gathered ones at times."""
+        self.optimizer = Adam(self.parameters, model.constraints(), config, self.copies, strategy)
         self.passes = 1
         self.recorded: Recorded | None = None
         self.device = next(model.parameters()).device
-        self.recordable = (
-            self.device.type == "cuda" and compiled and bool(self.copies) and not recompute and ranks is None
-        )
+        on_gpu = self.device.type == "cuda" and kernels_enabled()
+        self.recordable = on_gpu and compiled and bool(self.copies) and not recompute and strategy.can_record
         if recompute:  # on its device by now, which decides how it is compiled
             recompute_blocks(self.compute, compiled)
         if compiled:
@@ -81,17 +79,16 @@ class Engine:
         total = torch.zeros((), device=self.device)
         with attention_backends():
             for i in range(passes):
-                self.synchronize(last=i == passes - 1, passes=passes)
+                self.strategy.begin_pass(last=i == passes - 1, passes=passes)
                 total += self.run(batch.rows(i * micro_batch, (i + 1) * micro_batch))
                 if passes > 1:
                     self.gather()
-        if self.reducer is not None:
-            self.reducer.finish()
+        self.strategy.finish_passes()
         self.passes = passes
         return total / passes
 
     def run(self, batch: Batch) -> Tensor:
-        """The loss of one pass, whose gradients are left for `gather` or the optimizer, to be taken before the next."""
+        """The loss of one pass. Leaves gradients in `.grad`; consume them before the next call."""
         if self.recorded is not None and self.recorded.fits(batch):
             return self.recorded(batch)
         loss = self.compute(*batch)
@@ -119,13 +116,6 @@ class Engine:
     def environment(self) -> dict[str, str]:
         return {"cuda_graph": "no" if self.recorded is None else "yes"} if self.device.type == "cuda" else {}
 
-    def synchronize(self, last: bool, passes: int) -> None:
-        """Ranks sum their gradients in the last pass of a step only."""
-        if self.reducer is not None:
-            self.reducer.begin(last, passes)
-        if self.sharded:
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-
     @torch.no_grad()
     def gather(self) -> None:
         """Add the gradients of the copies to those of the parameters, where sums do not round in bf16."""
@@ -149,16 +139,25 @@ class Engine:
         """The optimizer step `number` (from 1); the norm of the gradient."""
         return self.optimizer.step(number, lr, self.passes)
 
+    def tensors(self) -> dict[str, Shard]:
+        """What this rank holds of all parameters, and of their moments as `exp_avg/NAME` and `exp_avg_sq/NAME`."""
+        shards = {name: self.strategy.shard(p) for name, p in self.parameters.items()}
+        states = dict(zip(shards, self.optimizer.states, strict=True))
+        first = {f"exp_avg/{name}": shards[name].with_rows(state.exp_avg) for name, state in states.items()}
+        second = {f"exp_avg_sq/{name}": shards[name].with_rows(state.exp_avg_sq) for name, state in states.items()}
+        return shards | first | second
 
-def low_precision(model: Decoder, dtype: torch.dtype) -> Decoder:
-    """A copy of the model with matrices in `dtype`, and with the vectors of the model itself."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype)) if p.ndim == 2 else p for p in model.parameters()}
-    return copy.deepcopy(model, memo)
+    def first_moments(self) -> dict[str, Shard]:
+        """Adam's first moment of each matrix, by the name of the matrix."""
+        tensors = self.tensors()
+        return {name: tensors[f"exp_avg/{name}"] for name in self.model.matrices()}
 
 
 def recompute_blocks(model: Decoder, compiled: bool) -> None:
-    """Keep only what enters a block, and compute the rest again in the backward pass. Compiled is what is computed
-    again: the compiler does not look into `checkpoint` from outside."""
+    """Keep only the input of each block, and compute the rest again in the backward pass.
+
+    `checkpoint` is outermost: the compiler does not look into it from outside.
+    """
     for block in model.blocks:
         forward = torch.compile(block.forward, **compiler_options(model)) if compiled else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
@@ -175,7 +174,7 @@ def compile_parts(model: Decoder, blocks: bool) -> None:
 
 def compiler_options(model: Decoder) -> dict[str, Any]:
     options: dict[str, Any] = {"dynamic": False}
-    if next(model.parameters()).is_cuda:
+    if next(model.parameters()).is_cuda and kernels_enabled():
         from angpt.fast import fusion
 
         options["options"] = fusion.OPTIONS

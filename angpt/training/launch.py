@@ -1,77 +1,96 @@
 """A run from its configuration to the training loop: the processes it is on, its folder and its data, all that would
 stop it found before anything is written."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from angpt.config import TrainConfig, differences
+from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.data.loader import count_windows, end_of_text
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
+from angpt.operations import use_kernels
 from angpt.training import checkpoint
 from angpt.training.hardware import present
-from angpt.training.parallel import Alone, connect, launched_ranks, log_apart, restarted
 from angpt.training.plan import Plan, make_plan
+from angpt.training.ranks import launched_ranks, log_to, restarted
 from angpt.training.reporter import PlainReporter, Reporter
 from angpt.training.run import Run, Summary
 from angpt.training.sinks import check_sinks
+from angpt.training.strategy import Strategy, choose_strategy
 from angpt.training.trainer import Trainer
 
 
 def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
-    """Train a new run into the folder `out`; `again`: or go on with the run that is there. A launcher that starts its
-    processes again, after one was lost, means that too."""
-    with launched(config) as (plan, world):
-        if (again or restarted()) and world.share(out.exists):
-            check_same(Run.open(out).config(), plan.config, out)
-            return go_on(plan, Run.open(out), reporter, world)
-        run = world.share(lambda: Run.create(out, plan.config))
-        with begun(run, reporter, world) as reporter:
-            return Trainer(plan, run, *open_data(plan), reporter, world).train()
+    """Train a new run into the folder `out`.
+
+    `again`: or go on with the run that is there. A launcher that starts its processes again, after one was lost, means
+    that too.
+    """
+    with launched(config) as (plan, data, strategy):
+        if (again or restarted()) and strategy.share(out.exists):
+            return go_on(config, plan, data, Run.open(out), reporter, strategy)
+        run = strategy.share(lambda: Run.create(out, plan.config))
+        with opened(run, reporter, strategy) as reporter:
+            return Trainer(plan, run, *data, reporter, strategy).train()
 
 
 def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> Summary:
-    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is. With `config`,
-    on other devices than before (see `config.DEVICES`)."""
+    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is.
+
+    `config`: with other settings than before, as far as `config.RESUME_SETTINGS` allows it.
+    """
     run = Run.open(out)
-    with launched(config or run.config()) as (plan, world):
-        check_same(run.config(), plan.config, out)
-        return go_on(plan, run, reporter, world)
+    config = config or run.config()
+    with launched(config) as (plan, data, strategy):
+        return go_on(config, plan, data, run, reporter, strategy)
 
 
-def go_on(plan: Plan, run: Run, reporter: Reporter, world: Alone) -> Summary:
-    with begun(run, reporter, world) as reporter:
-        summary = world.share(run.summary)
+def go_on(
+    config: TrainConfig,
+    plan: Plan,
+    data: tuple[TokenData, TokenData],
+    run: Run,
+    reporter: Reporter,
+    strategy: Strategy,
+) -> Summary:
+    """Resume a run on the processes of this launch."""
+    check_same(run.config(), plan.config, run.path)
+    with opened(run, reporter, strategy) as reporter:
+        summary = strategy.share(run.summary)
         if summary is not None and summary.status != "interrupted":
             return summary
-        trainer = Trainer(plan, run, *open_data(plan), reporter, world)
-        if (path := world.share(lambda: checkpoint.newest(run.checkpoints))) is not None:
+        trainer = Trainer(plan, run, *data, reporter, strategy)
+        if (path := strategy.share(lambda: checkpoint.newest(run.checkpoints))) is not None:
             trainer.load(path)
+        if strategy.main:  # as given, not as several processes share it
+            run.write_config(dataclasses.replace(plan.config, micro_batch=config.micro_batch or plan.micro_batch))
         return trainer.train()
 
 
 @contextmanager
-def launched(config: TrainConfig) -> Iterator[tuple[Plan, Alone]]:
-    """The plan of a run on the processes that the launcher has started, and their connection."""
+def launched(config: TrainConfig) -> Iterator[tuple[Plan, tuple[TokenData, TokenData], Strategy]]:
+    """The plan and the data of a run, and the strategy for the processes that the launcher has started."""
+    use_kernels(config.kernels)
     plan = make_plan(config, launched_ranks())
-    check(plan)
-    with connect(plan.device, config.parallel, config.shard_ranks, config.timeout) as world:
-        yield plan, world
+    data = check(plan)
+    with choose_strategy(plan.device, config.parallel, config.shard_ranks, config.timeout) as strategy:
+        yield plan, data, strategy
 
 
 @contextmanager
-def begun(run: Run, reporter: Reporter, world: Alone) -> Iterator[Reporter]:
-    """Rank 0 holds the lock of the run, and talks to the user; others write to logs of their own."""
-    with run.lock() if world.main else log_apart(run.logs / f"rank-{world.rank:05d}.log"):
-        yield reporter if world.main else PlainReporter(Console())
+def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporter]:
+    """Rank 0 holds the lock of the run and reports to the user; other ranks print to logs of their own."""
+    with run.lock() if strategy.main else log_to(run.logs / f"rank-{strategy.rank:05d}.log"):
+        yield reporter if strategy.main else PlainReporter(Console())
 
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
     """A run goes on only as it was begun: another budget, say, means another schedule, and so another run."""
-    if not (changed := differences(stored, wanted)):
+    if not (changed := differences(stored, wanted, RESUME_SETTINGS)):
         return
     why = " (another budget has another schedule from the first step on)" if stored.tokens != wanted.tokens else ""
     raise UserError(
@@ -80,8 +99,8 @@ def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
     )
 
 
-def check(plan: Plan) -> None:
-    """Find what would stop the run before anything is written."""
+def check(plan: Plan) -> tuple[TokenData, TokenData]:
+    """Find what would stop the run before anything is written; return its training and validation tokens."""
     present(plan.device)
     train, val = open_data(plan)
     for data in (train, val):
@@ -89,6 +108,7 @@ def check(plan: Plan) -> None:
     if plan.config.data.mask_documents:
         end_of_text(train)
     check_sinks(plan.config)
+    return train, val
 
 
 def open_data(plan: Plan) -> tuple[TokenData, TokenData]:

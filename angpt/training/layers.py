@@ -7,11 +7,11 @@ from torch import Tensor
 
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale, Linear, RMSNorm
-from angpt.training.parallel import whole
+from angpt.training.strategy import Strategy
 
 
 @torch.no_grad()
-def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
+def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[str, Any]:
     """`input_norm`: mean length of the residual stream as it enters each layer, and after the last. For each learned
     scale its mean (and for α, whose entries may have either sign, the mean of their size as well), for each matrix the
     mean length of its rows, for each γ its length; a list over layers, or a number for what the model has once."""
@@ -19,11 +19,11 @@ def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     rows: dict[str, list[Tensor]] = {}
     for block in model.blocks:
         for name, part in block.named_children():
-            if (value := _scalar(part)) is not None:
+            if (value := _scalar(part, strategy)) is not None:
                 rows.setdefault(name, []).append(value)
             if isinstance(part, LearnedScale) and name.startswith("alpha"):
                 rows.setdefault(f"{name}_size", []).append(part().abs().mean())
-    single = {name: value for name, part in model.named_children() if (value := _scalar(part)) is not None}
+    single = {name: value for name, part in model.named_children() if (value := _scalar(part, strategy)) is not None}
     return {
         "input_norm": lengths.tolist(),
         **{name: torch.stack(values).tolist() for name, values in rows.items()},
@@ -31,12 +31,13 @@ def layer_scalars(model: Decoder, tokens: Tensor) -> dict[str, Any]:
     }
 
 
-def _scalar(part: torch.nn.Module) -> Tensor | None:
+def _scalar(part: torch.nn.Module, strategy: Strategy) -> Tensor | None:
     match part:
         case LearnedScale():
             return part().mean()
         case RMSNorm():
             return (part.gamma * part.factor).norm()
         case Linear() | torch.nn.Embedding():
-            return whole(part.weight.norm(dim=1)).mean()
+            shard = strategy.shard(part.weight)
+            return strategy.whole(shard.with_rows(shard.rows.norm(dim=1))).mean()
     return None

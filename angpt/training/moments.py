@@ -5,13 +5,12 @@ is made from these records by `angpt.analysis.moments`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from angpt.training.parallel import whole
+from angpt.training.strategy import Shard
 
 RECORDS = 200
 """Records that a long run leaves."""
@@ -25,20 +24,13 @@ def default_interval(steps: int) -> int:
     return max(CLOSEST, math.ceil(steps / RECORDS))
 
 
-class HasMoments(Protocol):
-    """An optimizer that keeps torch's layout of its state."""
-
-    @property
-    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]: ...
-
-
 class MomentRecorder:
     """Notes the variances after a step without waiting for the device; they are read when the losses are."""
 
-    def __init__(self, optimizer: HasMoments, matrices: Mapping[str, nn.Parameter], every: int) -> None:
-        self.optimizer, self.every = optimizer, every
-        self.parameters = list(matrices.values())
-        self.groups = [matrix_group(name) for name in matrices]
+    def __init__(self, moments: Mapping[str, Shard], every: int, whole: Callable[[Shard], Tensor]) -> None:
+        """`moments`: the first moment by the name of its matrix; `whole` gathers the rows of all ranks."""
+        self.moments, self.every, self.whole = list(moments.values()), every, whole
+        self.groups = [matrix_group(name) for name in moments]
         self.pending: list[tuple[int, Tensor]] = []
 
     def due(self, step: int) -> bool:
@@ -49,8 +41,7 @@ class MomentRecorder:
     def note(self, step: int) -> None:
         """Called after every step (counted from 1)."""
         if self.due(step):
-            state = self.optimizer.state
-            moments = (whole(state[p]["exp_avg"]) for p in self.parameters)
+            moments = map(self.whole, self.moments)
             self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
 
     def drain(self) -> Iterator[tuple[int, dict[str, list[float] | float]]]:

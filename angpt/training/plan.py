@@ -4,9 +4,9 @@ import dataclasses
 import math
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.training.hardware import choose_device
 
+T = TypeVar("T")
 ANCHOR = 32e6
 """Number of parameters at which the rules state their learning rate and batch size."""
 
@@ -59,27 +60,75 @@ def rule_for(name: str) -> Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run without open questions. `config` can be written down and gives the same plan again."""
+    """A run without open questions: a configuration without gaps, and what follows from it on so many processes."""
 
     config: TrainConfig
-    parameters: int
-    flops_per_token: int
-    steps: int
-    batch_tokens: int
-    sequences: int
-    """Windows per step, over all devices."""
-    micro_batch: int
-    micro_steps: int
-    """Forward passes per step on each device."""
-    peak_lr: float
-    warmup_steps: int
-    eval_every: int
-    layers_every: int
-    checkpoint_every: int
-    device: torch.device
-    dtype: torch.dtype
-    """Of matrix products."""
-    compile: bool
+    """Can be written down and gives the same plan again."""
+    ranks: int
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return count(self.config.model)[0]
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of training for each token."""
+        return count(self.config.model)[1]
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens per step, over all devices."""
+        return given(self.config.batch_tokens)
+
+    @property
+    def sequences(self) -> int:
+        """Windows per step, over all devices."""
+        return self.batch_tokens // self.config.model.context
+
+    @property
+    def micro_batch(self) -> int:
+        """Windows per forward pass on each device."""
+        return given(self.config.micro_batch)
+
+    @property
+    def micro_steps(self) -> int:
+        """Forward passes per step on each device."""
+        return self.sequences // self.ranks // self.micro_batch
+
+    @cached_property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return max(1, round(int(self.config.tokens) / self.batch_tokens))
+
+    @cached_property
+    def warmup_steps(self) -> int:
+        """Steps with a rising learning rate."""
+        return round(given(self.config.optimizer.warmup) * self.steps)
+
+    @property
+    def peak_lr(self) -> float:
+        """The largest learning rate."""
+        return given(self.config.optimizer.lr)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run computes."""
+        return torch.device(self.config.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of matrix products."""
+        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+
+    @property
+    def compile(self) -> bool:
+        """True if blocks are compiled."""
+        return self.config.compile == "on"
+
+    def due(self, every: int | None, step: int) -> bool:
+        """True if something that happens every so many steps (0: never), and after the last, is due after `step`."""
+        return given(every) > 0 and (step == self.steps or step % given(every) == 0)
 
     def lr(self, step: int) -> float:
         """Learning rate of a step (from 0): linear warm-up, then a cosine that ends at `final_lr` in the last step."""
@@ -89,6 +138,12 @@ class Plan:
         cosine = (1 + math.cos(math.pi * progress)) / 2
         final = self.config.optimizer.final_lr
         return self.peak_lr * (final + (1 - final) * cosine)
+
+
+def given(value: T | None) -> T:
+    """A setting of a configuration without gaps."""
+    assert value is not None
+    return value
 
 
 @cache
@@ -102,7 +157,7 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Fill in what the configuration leaves open, for a run on so many devices."""
     device = choose_device(cfg.device)
-    parameters, flops_per_token = count(cfg.model)
+    parameters, _ = count(cfg.model)
     rule, optimizer, context = rule_for(cfg.model.architecture), cfg.optimizer, cfg.model.context
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
     if batch_tokens % context:
@@ -121,43 +176,25 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     budget = parse_budget(cfg.tokens, parameters)
     steps = max(1, round(budget / batch_tokens))
-    lr = optimizer.lr or rule.lr_at(parameters)
-    warmup = rule.warmup if optimizer.warmup is None else optimizer.warmup
-    decay = rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay
-    eval_every = cfg.eval_every or math.ceil(steps / 10)
-    layers_every = math.ceil(steps / 50) if cfg.layers_every is None else cfg.layers_every
-    checkpoint_every = cfg.checkpoint_every or math.ceil(steps / 10)
     resolved = dataclasses.replace(
         cfg,
-        optimizer=dataclasses.replace(optimizer, lr=lr, weight_decay=decay, warmup=warmup),
+        optimizer=dataclasses.replace(
+            optimizer,
+            lr=optimizer.lr or rule.lr_at(parameters),
+            weight_decay=rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay,
+            warmup=rule.warmup if optimizer.warmup is None else optimizer.warmup,
+        ),
         tokens=str(budget),
         batch_tokens=batch_tokens,
         micro_batch=micro_batch,
         device="cuda" if device.type == "cuda" else "cpu",
         precision=_auto(cfg.precision, device, "bf16", "fp32"),
         compile=_auto(cfg.compile, device, "on", "off"),
-        eval_every=eval_every,
-        layers_every=layers_every,
-        checkpoint_every=checkpoint_every,
+        eval_every=cfg.eval_every or math.ceil(steps / 10),
+        layers_every=math.ceil(steps / 50) if cfg.layers_every is None else cfg.layers_every,
+        checkpoint_every=cfg.checkpoint_every or math.ceil(steps / 10),
     )
-    return Plan(
-        config=resolved,
-        parameters=parameters,
-        flops_per_token=flops_per_token,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        sequences=sequences,
-        micro_batch=micro_batch,
-        micro_steps=share // micro_batch,
-        peak_lr=lr,
-        warmup_steps=round(warmup * steps),
-        eval_every=eval_every,
-        layers_every=layers_every,
-        checkpoint_every=checkpoint_every,
-        device=device,
-        dtype=torch.bfloat16 if resolved.precision == "bf16" else torch.float32,
-        compile=resolved.compile == "on",
-    )
+    return Plan(resolved, ranks)
 
 
 def _auto(choice: str, device: torch.device, on_gpu: str, on_cpu: str) -> Any:

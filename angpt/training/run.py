@@ -88,6 +88,11 @@ class Run:
     def config(self) -> TrainConfig:
         return read_toml(TrainConfig, self.path / "config.toml")
 
+    def write_config(self, config: TrainConfig) -> None:
+        """Replace the configuration, where it differs."""
+        if config != self.config():
+            write_atomically(self.path / "config.toml", to_toml(config))
+
     def summary(self) -> Summary | None:
         """How the run ended; None while it is under way, or if it was killed."""
         path = self.path / "summary.json"

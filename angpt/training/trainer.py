@@ -28,11 +28,11 @@ from angpt.training.engine import Engine
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 from angpt.training.layers import layer_scalars
 from angpt.training.moments import MomentRecorder, default_interval
-from angpt.training.parallel import Alone, Ranks
 from angpt.training.plan import Plan
 from angpt.training.reporter import Reporter
 from angpt.training.run import MetricsWriter, NoMetrics, Run, Status, Summary, environment
 from angpt.training.sinks import Sink, sinks_for
+from angpt.training.strategy import Shard, Strategy
 
 LAYER_TOKENS = 4096
 """Validation tokens over which the input norms of the layers are averaged, but never more than a batch has."""
@@ -47,19 +47,18 @@ class Diverged(Exception):
 
 
 class Trainer:
+    """Trains one run, from its start or from a checkpoint, to its end."""
+
     def __init__(
-        self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter, world: Alone
+        self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter, strategy: Strategy
     ) -> None:
-        self.plan, self.config, self.run, self.reporter, self.world = plan, plan.config, run, reporter, world
+        self.plan, self.config, self.run, self.reporter, self.strategy = plan, plan.config, run, reporter, strategy
         self.train_data, self.val_data = train, val
-        torch.manual_seed(self.config.seed)  # for whoever draws; nothing here does
-        self.ranks = world if isinstance(world, Ranks) else None
+        torch.manual_seed(self.config.seed)  # seeds third-party code; this package draws nothing from it
         importing = threading.Thread(target=import_compiler, name="import", daemon=True)
         if plan.compile:
             importing.start()
         self.model: Decoder = build(self.config.model, self.config.seed)
-        if world.strategy != "fsdp":  # where it goes to the device piece by piece
-            self.model.to(plan.device)
         if plan.compile:
             importing.join()  # two threads must not import it at once: its modules import each other
             torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
@@ -69,12 +68,9 @@ class Trainer:
             plan.dtype,
             plan.compile,
             recompute=self.config.recompute,
-            ranks=self.ranks,
+            strategy=strategy,
             wide_reduce=self.config.reduce == "fp32" or plan.micro_steps > 1,
         )
-        keep = self.config.keep_checkpoints
-        self.writer = None if self.ranks is None else self.ranks.writer(run.checkpoints, keep)
-        self.names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         self.step = 0
         self.seconds = self.compile_seconds = 0.0
         self.metrics_bytes = 0
@@ -82,7 +78,8 @@ class Trainer:
         self.pending: list[tuple[int, Tensor, Tensor]] = []
         self.moments: MomentRecorder | None = None
         if self.config.record_moments:
-            self.moments = MomentRecorder(self.engine.optimizer, self.model.matrices(), default_interval(plan.steps))
+            every = default_interval(plan.steps)
+            self.moments = MomentRecorder(self.engine.first_moments(), every, strategy.whole)
 
     def load(self, path: Path) -> None:
         """Take over the state of a checkpoint."""
@@ -92,31 +89,21 @@ class Trainer:
         for what, ours, theirs in zip(("architecture", "data", "tokenizer"), expected, found, strict=True):
             if ours != theirs:
                 raise UserError(f"{path}: the checkpoint belongs to another {what} ({theirs}; the run has {ours})")
-        if self.ranks is not None:
-            from angpt.training import sharded
-
-            sharded.load(path, tensors := self.tensors(), self.ranks)
-            torch.set_rng_state(tensors[checkpoint.RNG])
-        else:
-            try:
-                self.model.load_state_dict(checkpoint.load_model(path))
-            except RuntimeError as error:
-                raise UserError(f"{path}: the checkpoint does not fit the model of config.toml") from error
-            tensors = checkpoint.load_optimizer(path)
-            torch.set_rng_state(tensors.pop(checkpoint.RNG))
-            checkpoint.load_optimizer_tensors(self.engine.optimizer.state, tensors, self.names)
+        tensors = self.tensors()
+        checkpoint.Reader(path).fill(tensors)
+        torch.set_rng_state(tensors[checkpoint.RNG].rows)
         self.engine.optimizer.refresh()
         self.step, self.seconds, self.metrics_bytes = state.step, state.seconds, state.metrics_bytes
         self.val_loss = state.val_loss
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What this rank holds of the parameters and the state of the optimizer, by name."""
-        named: dict[str, Tensor] = {name: p.detach() for name, p in self.model.named_parameters()}
-        rng = {checkpoint.RNG: torch.get_rng_state()}
-        return named | checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names) | rng
+    def tensors(self) -> dict[str, Shard]:
+        """What this rank holds of the parameters, the state of the optimizer, and that of the random numbers."""
+        rng = torch.get_rng_state()
+        return self.engine.tensors() | {checkpoint.RNG: Shard(rng, tuple(rng.shape), 0, self.strategy.main)}
 
     def save(self) -> None:
-        """Write a checkpoint of the steps done; with several ranks, begin to."""
+        """Begin to write a checkpoint of the steps done, of which all replicas must have the same."""
+        self.strategy.compare_replicas(self.engine.tensors())
         state = checkpoint.State(
             step=self.step,
             architecture=self.config.model.architecture,
@@ -127,66 +114,61 @@ class Trainer:
             tokenizer_fingerprint=self.train_data.tokenizer_fingerprint,
             sha256={},
         )
-        if self.writer is not None:
-            self.writer.save(self.tensors(), state)
-            return
-        tensors = checkpoint.optimizer_tensors(self.engine.optimizer.state, self.names)
-        tensors[checkpoint.RNG] = torch.get_rng_state()
-        keep = self.config.keep_checkpoints
-        checkpoint.save(self.run.checkpoints, self.model.state_dict(), tensors, state, keep)
+        self.writer.save(self.tensors(), state)
 
     def train(self) -> Summary:
         """Run to the end, to an interrupt, or to divergence, and leave a summary of it."""
         self.metrics: MetricsWriter | NoMetrics = NoMetrics()
         self.sinks: list[Sink] = []
-        if self.world.main:
+        if self.strategy.main:
             self.metrics = MetricsWriter(self.run.metrics, self.metrics_bytes)
             self.sinks = sinks_for(self.config, self.run.path, dataclasses.asdict(self.config), self.step)
         self.reporter.start(self.plan, self.step)
         status: Status = "finished"
+        self.writer = checkpoint.Writer(self.strategy, self.run.checkpoints, self.config.keep_checkpoints)
         try:
-            with interrupts() as interrupted:
-                if not self.loop(interrupted):
-                    status = "interrupted"
-                if self.writer is not None:
-                    self.writer.finish()
-        except Diverged as error:
-            status, self.step = "diverged", error.step
+            with interrupts() as interrupted, self.writer:
+                try:
+                    if not self.loop(interrupted):
+                        status = "interrupted"
+                except Diverged as error:
+                    status, self.step = "diverged", error.step
         except OSError as error:
-            raise UserError(f"{self.run.path}: {error}; go on with --resume when that is mended") from error
+            raise UserError(f"{self.run.path}: {error}; fix that and go on with --resume") from error
         finally:
             self.reporter.stop()
             self.metrics.close()
             for sink in self.sinks:
                 sink.close()
-        summary = self.world.share(lambda: self.summary(status))
-        if self.world.main:
+        summary = self.strategy.share(lambda: self.summary(status))
+        if self.strategy.main:
             self.run.write_summary(summary)
         return summary
 
     def loop(self, interrupted: Callable[[], bool]) -> bool:
         """All steps that are left; False if interrupted before the last."""
         plan, config = self.plan, self.config
+        self.strategy.compare_replicas(self.engine.tensors())
         loader = Loader(self.train_data, config.model.context, plan.sequences, config.seed)
         self.peak = peak_flops(plan.device, plan.dtype)
         self.layer_tokens = self.layer_windows()
-        if self.step == 0 and plan.layers_every > 0:
+        if self.step == 0 and config.layers_every:
             self.record_layers()
         with self.prefetch(loader) as batches:
             self.compile_ahead(loader)
             self.mark = time.perf_counter(), self.step
             while self.step < plan.steps:
                 batch = next(batches)
-                self.world.beat(self.step)
+                self.strategy.beat(self.step)
                 loss, norm = self.train_step(batch)
                 self.step += 1
                 self.pending.append((self.step, loss, norm))
                 if self.moments is not None:
                     self.moments.note(self.step)
                 last, stop = self.step == plan.steps, self.agreed(interrupted)
-                evaluate = last or self.step % plan.eval_every == 0
-                layers = plan.layers_every > 0 and (last or self.step % plan.layers_every == 0)
-                save = last or stop or self.step % plan.checkpoint_every == 0
+                evaluate = plan.due(config.eval_every, self.step)
+                layers = plan.due(config.layers_every, self.step)
+                save = stop or plan.due(config.checkpoint_every, self.step)
                 if evaluate or layers or save or self.step % config.log_every == 0:
                     self.flush()
                 if layers:
@@ -203,14 +185,12 @@ class Trainer:
 
     def prefetch(self, loader: Loader) -> Prefetcher:
         """This rank's part of the batches from the next step on."""
-        rank, size, documents = self.world.rank, self.world.size, self.config.data.mask_documents
+        rank, size, documents = self.strategy.rank, self.strategy.size, self.config.data.mask_documents
         return Prefetcher(loader, self.step, self.plan.device, rank=rank, world=size, documents=documents)
 
     def agreed(self, interrupted: Callable[[], bool]) -> bool:
-        """Whether to stop after this step. Ranks ask each other only when they look at the losses."""
-        if self.world.size == 1:
-            return interrupted()
-        return self.step % self.config.log_every == 0 and self.world.any(interrupted())
+        """True if the run stops after this step; ranks ask each other only when they look at the losses."""
+        return self.strategy.agree_to_stop(interrupted(), now=self.step % self.config.log_every == 0)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimizer step over the whole batch; its mean loss and the norm of its gradient, still on the device."""
@@ -236,7 +216,7 @@ class Trainer:
         """Read the losses that are still on the device, write them down, and stop at one that is not finite."""
         if not self.pending:
             return
-        losses = (self.world.sum(torch.stack([loss for _, loss, _ in self.pending])) / self.world.size).tolist()
+        losses = (self.strategy.sum(torch.stack([loss for _, loss, _ in self.pending])) / self.strategy.size).tolist()
         norms = torch.stack([norm for _, _, norm in self.pending]).tolist()
         now, (before, first) = time.perf_counter(), self.mark
         self.seconds += now - before
@@ -250,7 +230,7 @@ class Trainer:
                 lr=self.plan.lr(step - 1),
                 grad_norm=norm,
                 tokens_per_s=tokens_per_s,
-                mfu=tokens_per_s * self.plan.flops_per_token / (self.peak * self.world.size),
+                mfu=tokens_per_s * self.plan.flops_per_token / (self.peak * self.strategy.size),
                 seconds=self.seconds,
             )
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -267,7 +247,7 @@ class Trainer:
         """Mean loss over `eval_tokens` of the validation split, the same ones each time."""
         total, rows = torch.zeros((), device=self.plan.device, dtype=torch.float64), 0
         for tokens, counted in self.validation_windows():
-            self.world.beat(self.step)
+            self.strategy.beat(self.step)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
             documents = (
                 document_numbers(inputs, end_of_text(self.val_data)) if self.config.data.mask_documents else None
@@ -277,7 +257,7 @@ class Trainer:
             if counted:
                 total += len(tokens) * loss
                 rows += len(tokens)
-        total, count = self.world.sum(torch.stack((total, total.new_tensor(rows)))).unbind()
+        total, count = self.strategy.sum(torch.stack((total, total.new_tensor(rows)))).unbind()
         self.val_loss = (total / count).item()
         self.write("val", self.step, val_loss=self.val_loss, seconds=self.seconds)
         if not math.isfinite(self.val_loss):
@@ -289,10 +269,10 @@ class Trainer:
     def validation_windows(self) -> Iterator[tuple[Tensor, bool]]:
         """(micro_batch, context + 1) tokens each, the last perhaps fewer. Ranks take turns, and all have as many,
         because they compute together; False comes with one that another rank counts."""
-        context, rank = self.config.model.context, self.world.rank
+        context, rank = self.config.model.context, self.strategy.rank
         windows = max(1, self.config.eval_tokens // context)
         batches = validation_batches(self.val_data, context, self.plan.micro_batch, windows)
-        while turn := list(islice(batches, self.world.size)):
+        while turn := list(islice(batches, self.strategy.size)):
             tokens = turn[rank] if rank < len(turn) else turn[0]
             yield torch.from_numpy(tokens).to(self.plan.device), rank < len(turn)
 
@@ -305,7 +285,7 @@ class Trainer:
     def record_layers(self) -> None:
         reduced = self.plan.dtype != torch.float32
         with torch.autocast(self.plan.device.type, self.plan.dtype, enabled=reduced):
-            self.write("layers", self.step, **layer_scalars(self.model, self.layer_tokens))
+            self.write("layers", self.step, **layer_scalars(self.model, self.layer_tokens, self.strategy))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         record = {"kind": kind, "step": step, "tokens": step * self.plan.batch_tokens, **values}
@@ -328,7 +308,7 @@ class Trainer:
             parameters=self.plan.parameters,
             flops_per_token=self.plan.flops_per_token,
             checkpoint=good.name if good else None,
-            environment=environment(self.plan.device) | self.world.environment() | self.engine.environment(),
+            environment=environment(self.plan.device) | self.strategy.environment() | self.engine.environment(),
         )
 
 

@@ -9,7 +9,7 @@ from angpt.bench.footprint import Machine, activation_bytes, count, state_bytes,
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.models.variants import build
 from angpt.training.engine import Engine
-from angpt.training.parallel import connect
+from angpt.training.strategy import SingleProcess, choose_strategy
 from tests.optim.test_adam import batches
 from tests.training.ranks import spread
 
@@ -33,22 +33,23 @@ def test_memory_is_near_what_was_measured(size, sequences):
     assert 0.99 * without_gradients < float(measured[1]) < 1.01 * with_all
 
 
-def held(ranks=None):
+def held(strategy):
     """Bytes of matrices with moments, copies and gradients after a backward pass."""
-    engine = Engine(build(TINY), OptimizerConfig(weight_decay=0.0), torch.bfloat16, compiled=False, ranks=ranks)
+    engine = Engine(build(TINY), OptimizerConfig(weight_decay=0.0), torch.bfloat16, compiled=False, strategy=strategy)
     engine.backward(next(batches(1)), 4)
-    matrices = [part for part in engine.optimizer.parts if part.parameter.ndim == 2]
-    tensors = [t for p in matrices for t in (p.weight, p.copy, p.exp_avg, p.exp_avg_sq, p.gradient()) if t is not None]
+    pairs = zip(engine.optimizer.states, engine.optimizer.gradients(), strict=True)
+    matrices = [(s, g) for s, g in pairs if s.parameter.ndim == 2]
+    tensors = [t for s, g in matrices for t in (s.weight, s.copy, s.exp_avg, s.exp_avg_sq, g) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def held_on_rank(strategy):
-    with connect(torch.device("cpu"), strategy, None, 300) as ranks:
-        return held(ranks)
+    with choose_strategy(torch.device("cpu"), strategy, None, 300) as chosen:
+        return held(chosen)
 
 
 def test_what_one_process_holds():
-    assert held() == state_bytes(TINY, None)
+    assert held(SingleProcess()) == state_bytes(TINY, None)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from angpt.constraints import Constraint
-from angpt.optim.adam import Part, adam_
+from angpt.optim.adam import ParameterState, adam_
 from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
 
 
@@ -22,14 +22,14 @@ def test_the_kernel_does_what_the_plain_step_does(shape, constraint):
     gradients[:2] = [g.bfloat16() for g in gradients[:2]]
     plain, fast = (
         [
-            Part(w.clone(), w.bfloat16() if i < 2 else None, m.clone(), v.clone(), 0.1, constraint)
+            ParameterState(w, w.clone(), w.bfloat16() if i < 2 else None, m.clone(), v.clone(), 0.1, constraint)
             for i, (w, (m, v)) in enumerate(zip(weights, moments, strict=True))
         ]
         for _ in range(2)
     )
     clip = torch.tensor(0.5, device=DEVICE)
     numbers = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
-    adam_(plain, [g.clone() for g in gradients], clip, **numbers)
+    adam_.plain(plain, [g.clone() for g in gradients], clip, **numbers)
     kernels.adam_(fast, gradients, clip, **numbers)
     for one, other in zip(fast, plain, strict=True):
         for name in ("weight", "exp_avg", "exp_avg_sq"):

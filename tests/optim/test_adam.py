@@ -1,5 +1,9 @@
 """Adam with clipping, decay and constraints in one pass, against its statement in other words."""
 
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -7,7 +11,8 @@ from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import constrain, largest_violation
 from angpt.data.loader import Batch
 from angpt.models.variants import build
-from angpt.optim.adam import Adam, total_norm
+from angpt.operations import kernels
+from angpt.optim.adam import Adam, adam_, total_norm
 from angpt.training.engine import Engine
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt", "ngpt/bounded", "gpt+/dyt")
@@ -26,11 +31,15 @@ def batches(count, rows=4):
         yield Batch(tokens[:, :-1], tokens[:, 1:], None)
 
 
+def adam(model, config):
+    return Adam(dict(model.named_parameters()), model.constraints(), config)
+
+
 def test_weight_decay_falls_on_matrices_only():
-    parts = Adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.1)).parts
-    assert {part.decay for part in parts if part.weight.ndim == 2} == {0.1}
-    assert {part.decay for part in parts if part.weight.ndim != 2} == {0.0}
-    assert {part.decay for part in Adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.0)).parts} == {0.0}
+    states = adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.1)).states
+    assert {state.decay for state in states if state.weight.ndim == 2} == {0.1}
+    assert {state.decay for state in states if state.weight.ndim != 2} == {0.0}
+    assert {state.decay for state in adam(tiny("gpt+"), OptimizerConfig(weight_decay=0.0)).states} == {0.0}
 
 
 def test_a_step_is_adam_as_written_in_the_paper_of_it():
@@ -84,7 +93,35 @@ def test_the_norm_is_that_of_all_elements_together():
 
 def test_a_parameter_without_a_gradient_decays_towards_its_moments():
     model = tiny("gpt+")
-    optimizer = Adam(model, OptimizerConfig(weight_decay=0.1))
+    optimizer = adam(model, OptimizerConfig(weight_decay=0.1))
     before = model.W_h.weight.detach().clone()
     assert optimizer.step(1, lr=1e-2).item() == 0
     torch.testing.assert_close(model.W_h.weight.detach(), before * (1 - 1e-3))
+
+
+def test_a_mixed_list_is_split_by_what_the_fast_form_takes(monkeypatch):
+    """Matrices go to the fast form in one call, vectors to the plain one; the result is that of the plain form."""
+    taken = []
+
+    def fast(states, *args, **options):
+        taken.append([state.weight.ndim for state in states])
+        adam_.plain(states, *args, **options)
+
+    monkeypatch.setattr(adam_, "fast", fast)
+    monkeypatch.setattr(adam_, "applies", lambda states, *_, **__: all(s.weight.ndim == 2 for s in states))
+    ours, plain = tiny("gpt+"), tiny("gpt+")
+    for model, mode in ((ours, "auto"), (plain, "off")):
+        optimizer = adam(model, OptimizerConfig(weight_decay=0.1))
+        next(iter(model.parameters())).sum().backward()
+        with kernels(mode):
+            optimizer.step(1, lr=1e-2)
+    assert taken == [[2] * len(ours.matrices())]
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_optimizer_knows_neither_models_nor_training():
+    """Importing it loads nothing of them."""
+    code = "import sys, angpt.optim.adam; print([m for m in sys.modules if m.startswith('angpt.')])"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert not re.search(r"angpt\.(models|training|fast|data)", said), said

@@ -16,6 +16,7 @@ from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, Speed
 from angpt.training import checkpoint
 from angpt.training.layers import layer_scalars
 from angpt.training.run import Run, Summary
+from angpt.training.strategy import SingleProcess
 
 BUDGETS = (40_000, 80_000)
 SEEDS = (0, 1)
@@ -53,7 +54,7 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
     )
     made = Run.create(folder, config)
     model = build(model_config, run.seed)
-    scalars = layer_scalars(model, torch.zeros(1, 8, dtype=torch.long))
+    scalars = layer_scalars(model, torch.zeros(1, 8, dtype=torch.long), SingleProcess())
     steps = run.budget // BATCH
     done = round(run.progress * steps)
     lines: list[dict[str, Any]] = []

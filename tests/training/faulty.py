@@ -8,12 +8,12 @@ import signal
 import time
 
 from angpt.cli.main import main
-from angpt.training.parallel import restarted
-from angpt.training.sharded import Writer
+from angpt.training import checkpoint
+from angpt.training.ranks import restarted
 from angpt.training.trainer import Trainer
 
 kind, rank, step = os.environ["FAULT"].split(":")
-train_step, complete, beat = Trainer.train_step, Writer._complete, Trainer.prefetch
+train_step, write_files, beat = Trainer.train_step, checkpoint.write_files, Trainer.prefetch
 
 
 def faulty_step(self, batch):
@@ -22,11 +22,11 @@ def faulty_step(self, batch):
     return train_step(self, batch)
 
 
-def faulty_complete(self, written, part, state):
-    if state.step == int(step):
-        written.result()
+def faulty_write(part, *args):
+    sums = write_files(part, *args)
+    if part.name.endswith(f"-{int(step):09d}"):
         os.kill(os.getpid(), signal.SIGKILL)
-    complete(self, written, part, state)
+    return sums
 
 
 def faulty_prefetch(self, loader):
@@ -50,7 +50,7 @@ if __name__ == "__main__":
             case "die" | "freeze":
                 Trainer.train_step = faulty_step
             case "save":
-                Writer._complete = faulty_complete
+                checkpoint.write_files = faulty_write
             case "hang":
                 Trainer.prefetch = faulty_prefetch
     main()

@@ -7,7 +7,8 @@ from torch._dynamo.utils import counters
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
-from angpt.training.engine import Engine, low_precision
+from angpt.training.engine import Engine
+from angpt.training.strategy import low_precision
 from tests.optim.test_adam import batches, tiny
 
 CONFIG = OptimizerConfig(weight_decay=0.0)
@@ -56,12 +57,12 @@ def test_passes_add_up_in_fp32(dtype):
     parts = []
     for i in range(4):
         engine.backward(batch.rows(i, i + 1), 1)
-        parts.append([part.gradient().float() for part in engine.optimizer.parts])
+        parts.append([g.float() for g in engine.optimizer.gradients()])
         engine.optimizer.zero_grad()
     engine.backward(batch, 1)
-    for i, part in enumerate(engine.optimizer.parts):
-        assert part.gradient().dtype == torch.float32
-        torch.testing.assert_close(part.gradient(), sum(p[i] for p in parts), rtol=1e-5, atol=1e-7)
+    for i, gradient in enumerate(engine.optimizer.gradients()):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, sum(p[i] for p in parts), rtol=1e-5, atol=1e-7)
 
 
 def test_passes_cover_the_batch():

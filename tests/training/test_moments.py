@@ -15,6 +15,7 @@ from angpt.training.moments import MomentRecorder, default_interval, matrix_grou
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
+from angpt.training.strategy import SingleProcess
 from tests.training.conftest import Stops, parameters, small, without_timing
 
 
@@ -29,7 +30,8 @@ def test_a_record_is_the_variance_over_the_entries_of_each_matrix(data):
     for number, p in enumerate(model.parameters()):
         # Means far from zero, so that forgetting to subtract them would show.
         optimizer.state[p]["exp_avg"] = 1e-3 * number + 1e-4 * torch.randn(p.shape, generator=rng)
-    recorder = MomentRecorder(optimizer, model.matrices(), every=5)
+    moments = {name: SingleProcess().shard(optimizer.state[p]["exp_avg"]) for name, p in model.matrices().items()}
+    recorder = MomentRecorder(moments, 5, SingleProcess().whole)
     recorder.note(5)
     [(step, values)] = recorder.drain()
     assert step == 5
@@ -47,7 +49,7 @@ def test_a_record_is_the_variance_over_the_entries_of_each_matrix(data):
 
 
 def test_the_first_step_and_every_interval_are_recorded():
-    recorder = MomentRecorder(torch.optim.SGD([torch.zeros(1)]), {}, every=5)
+    recorder = MomentRecorder({}, 5, SingleProcess().whole)
     assert [step for step in range(1, 17) if recorder.due(step)] == [1, 5, 10, 15]
     assert [default_interval(steps) for steps in (1, 300, 2000, 2001, 40_000)] == [10, 10, 10, 11, 200]
 
@@ -69,7 +71,7 @@ def test_a_run_records_by_option_only_and_trains_the_same(data, tmp_path):
 def test_the_record_is_that_of_the_optimizer(data, tmp_path):
     """The run ends with step 10, whose first moments are in the last checkpoint."""
     start(small(data, record_moments=True, tokens="2560"), tmp_path / "run", Quiet())
-    last = checkpoint.load_optimizer(checkpoint.newest(tmp_path / "run" / "checkpoints"))
+    last = checkpoint.load_tensors(checkpoint.newest(tmp_path / "run" / "checkpoints"))
     record = recorded(tmp_path / "run")[10]
     assert record["W_h"] == pytest.approx(last["exp_avg/W_h.weight"].var(correction=0).item(), rel=1e-5)
     assert record["W_d"][1] == pytest.approx(last["exp_avg/blocks.1.W_d.weight"].var(correction=0).item(), rel=1e-5)

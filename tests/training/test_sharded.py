@@ -73,11 +73,11 @@ def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
 def test_a_damaged_shard_is_noticed(data, tmp_path):
     spread(run_on_ranks, 2, small(data, parallel="fsdp", tokens="1024"), tmp_path / "run")
     last = checkpoint.found(tmp_path / "run" / "checkpoints")[-1]
-    file = sorted(last.glob("shard-00002*"))[0]
+    file = last / "model-00002-of-00002.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 0x40
     file.write_bytes(content)
-    with pytest.warns(UserWarning, match="the checksum of shard-00002"):
+    with pytest.warns(UserWarning, match="the checksum of model-00002-of-00002"):
         assert checkpoint.newest(last.parent).name == "step-000000002"
 
 
@@ -91,10 +91,9 @@ def test_interrupted_and_resumed_is_bitwise_the_same(data, tmp_path, strategy):
     assert spread(run_on_ranks, 2, config, broken.path) == ["finished"] * 2
     assert without_timing(broken) == without_timing(whole)
     ours, theirs = (checkpoint.newest(run.checkpoints) for run in (broken, whole))
-    for read in (checkpoint.load_model, checkpoint.load_optimizer):
-        first, second = read(ours), read(theirs)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = checkpoint.load_tensors(ours), checkpoint.load_tensors(theirs)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.slow
@@ -129,16 +128,14 @@ def test_begun_by_one_process_goes_on_with_three_ranks(data, tmp_path):
 
 def run_with_a_full_disk(config, out):
     """Rank 1 cannot write the checkpoint of step 4."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    write = checkpoint.write_files
 
-    write = HuggingFaceStorageWriter.write_data
-
-    def full(self, *args):
-        if "000000004" in str(self.path) and os.environ["RANK"] == "1":
+    def full(part, *args):
+        if "000000004" in part.name and os.environ["RANK"] == "1":
             raise OSError(28, "No space left on device")
-        return write(self, *args)
+        return write(part, *args)
 
-    HuggingFaceStorageWriter.write_data = full
+    checkpoint.write_files = full
     try:
         return run_on_ranks(config, out)
     except UserError as error:

@@ -1,0 +1,334 @@
+"""How the processes of a run share its work: one process, DDP or FSDP, with one interface for trainer and engine.
+
+The launcher (torchrun, or a SLURM job) gives each process its rank in environment variables; without them there is one
+process. DDP: every rank has the whole model, and gradients are summed during the backward pass. FSDP: the rows of each
+matrix are sharded over the ranks, with their gradients and moments, and gathered block by block to compute
+(`fully_shard`). Vectors are few; every rank has them all, in fp32.
+"""
+
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from angpt.config import Parallel
+from angpt.errors import UserError
+from angpt.optim.adam import Shards
+from angpt.training.ranks import MARGIN_SECONDS, join, launched_rank, launched_ranks, lost_rank
+from angpt.training.reducer import GradientReducer
+from angpt.training.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from angpt.models.decoder import Decoder
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of a tensor that this rank holds."""
+
+    rows: Tensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    first_row: int
+    primary: bool
+    """True on the one rank, of those that hold these rows, that writes them to checkpoints."""
+    split: bool = False
+    """True if other ranks hold the other rows."""
+
+    def with_rows(self, rows: Tensor) -> "Shard":
+        """As many rows of another tensor, held by the same ranks."""
+        return replace(self, rows=rows, shape=(*self.shape[:1], *rows.shape[1:]))
+
+
+class Strategy(Shards, ABC):
+    """How the processes of a run share its work. Used in a `with` block, which ends the connection.
+
+    The methods here do what is right for one process that has everything.
+    """
+
+    rank, size = 0, 1
+    writers = 1
+    """Ranks that write a part of each checkpoint: the first ones."""
+    can_record = False
+    """True if a pass may become a CUDA graph."""
+
+    @property
+    def main(self) -> bool:
+        """True on the rank that writes the files of the run."""
+        return self.rank == 0
+
+    @abstractmethod
+    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+        """Bring a model to the device, sharded or not, and return what computes with matrices in `dtype`.
+
+        `wide_reduce`: sum gradients over ranks in fp32, also those that are in bf16.
+        """
+
+    def begin_pass(self, last: bool, passes: int) -> None:
+        """Call before each pass of a step; gradients are reduced over ranks in the last."""
+
+    def finish_passes(self) -> None:
+        """Wait until the gradients are those of all ranks."""
+
+    def shard(self, parameter: Tensor) -> Shard:
+        """The rows of a parameter that this rank holds."""
+        return Shard(parameter.detach(), tuple(parameter.shape), 0, self.main)
+
+    def whole(self, shard: Shard) -> Tensor:
+        """A tensor with the rows of all ranks, each of which must call this."""
+        return shard.rows
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """True if any rank passes True."""
+        return flag
+
+    def agree_to_stop(self, wanted: bool, now: bool) -> bool:
+        """True if a rank wants to stop; several ranks ask each other only where `now` is true."""
+        return wanted
+
+    def share(self, make: Callable[[], T]) -> T:
+        """What `make` returns on rank 0, on all ranks."""
+        return make()
+
+    def exchange(self, value: T) -> list[T]:
+        """The values of all ranks; for the thread that writes checkpoints, apart from the messages of the loop."""
+        return [value]
+
+    def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
+        """Raise an error that names the rank if ranks that hold the same rows differ in any bit."""
+
+    def environment(self) -> dict[str, str]:
+        """What the summary of a run says about its ranks."""
+        return {}
+
+    def beat(self, step: int) -> None:
+        """Heartbeat: the loop of this rank has reached a step."""
+
+    def close(self) -> None:
+        """End the connection with the other ranks."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+        if (words := lost_rank(error)) is not None:
+            raise UserError(
+                f"rank {self.rank} of {self.size}: lost another rank ({words}). "
+                "The last good checkpoint is whole; see the log of the rank that ended first, and go on with --resume"
+            ) from error
+
+
+class SingleProcess(Strategy):
+    """One process without a launcher."""
+
+    can_record = True
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device`: where to train; where the model is, unless given."""
+        self.device = device
+
+    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+        model.to(self.device or next(model.parameters()).device)
+        return low_precision(model, dtype)
+
+
+class Distributed(Strategy):
+    """All processes of a launch, as one of them sees them: what DDP and FSDP have in common."""
+
+    name: str
+    reducer: GradientReducer
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.device, self.rank, self.size = device, launched_rank(), launched_ranks()
+        store = join(device, timeout)
+        self.files = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + MARGIN_SECONDS))
+        self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        self.watchdog.stop()
+        dist.destroy_process_group()
+
+    def begin_pass(self, last: bool, passes: int) -> None:
+        self.reducer.begin_pass(last, passes)
+
+    def finish_passes(self) -> None:
+        self.reducer.finish()
+
+    def sum(self, value: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        total = value.clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.sum(torch.tensor(int(flag))).item())
+
+    def agree_to_stop(self, wanted: bool, now: bool) -> bool:
+        return now and self.any(wanted)
+
+    def share(self, make: Callable[[], T]) -> T:
+        import torch.distributed as dist
+
+        box: list[Any] = [make() if self.main else None]
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        return box[0]
+
+    def exchange(self, value: T) -> list[T]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.files)
+        return values
+
+    def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
+        import torch.distributed as dist
+
+        sums = torch.stack([checksum(shard.rows) for shard in tensors.values()]).cpu()
+        found = torch.stack((sums, torch.tensor([shard.first_row for shard in tensors.values()])), dim=1)
+        gathered = [torch.empty_like(found) for _ in range(self.size)]
+        dist.all_gather(gathered, found)
+        for name, of_ranks in zip(tensors, torch.stack(gathered, dim=1).tolist(), strict=True):
+            for rank, (digest, first_row) in enumerate(of_ranks):
+                same = {r: d for r, (d, first) in enumerate(of_ranks) if first == first_row}
+                expected, _ = Counter(same.values()).most_common(1)[0]  # of equally many, that of the lowest rank
+                if digest != expected:
+                    other = next(r for r, d in same.items() if d == expected)
+                    raise UserError(
+                        f"rank {rank} differs from rank {other} in {name}, which must be equal on both: its memory or "
+                        "its GPU has made an error; exclude its machine, and go on with --resume"
+                    )
+
+    def environment(self) -> dict[str, str]:
+        return {"ranks": str(self.size), "parallel": self.name}
+
+    def beat(self, step: int) -> None:
+        self.watchdog.beat(step)
+
+
+class DDP(Distributed):
+    """Every rank has the whole model; gradients are averaged during the backward pass."""
+
+    name = "ddp"
+
+    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+        compute = low_precision(model.to(self.device), dtype)
+        pairs = zip(model.parameters(), compute.parameters(), strict=True)
+        masters: dict[Tensor, Tensor] = {c: p for p, c in pairs if p is not c}
+        self.reducer = GradientReducer(compute.parameters(), masters, self.size, wide_reduce)
+        return compute
+
+
+class FSDP(Distributed):
+    """The rows of matrices are sharded over groups of ranks, with their gradients and moments."""
+
+    name = "fsdp"
+    mesh: "DeviceMesh"
+    model: "Decoder"
+
+    def __init__(self, device: torch.device, timeout: float, shard_ranks: int | None) -> None:
+        """`shard_ranks`: ranks that together hold one copy of the matrices; all unless given."""
+        size = launched_ranks()
+        if shard_ranks is not None and size % shard_ranks:
+            raise UserError(f"shard_ranks = {shard_ranks} does not divide the {size} ranks")
+        super().__init__(device, timeout)
+        self.writers = min(shard_ranks or size, size)
+
+    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        if self.writers == self.size:
+            self.mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        else:  # the innermost ranks, those of one machine, share a copy; copies are kept equal between machines
+            shape = (self.size // self.writers, self.writers)
+            self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        if dtype != torch.float32:
+            reduce_dtype = torch.float32 if wide_reduce else dtype
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        vectors = {p for p in model.parameters() if p.ndim != 2}
+        for part in (*model.blocks, model):  # one block at a time, so that the whole never has to fit on the device
+            part.to(self.device)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=vectors)
+        register_fsdp_forward_method(model, "input_lengths")
+        self.model = model
+        self.reducer = GradientReducer((p for p in model.parameters() if p.ndim != 2), {}, self.size, wide_reduce)
+        return model
+
+    def begin_pass(self, last: bool, passes: int) -> None:
+        super().begin_pass(last, passes)
+        self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    def shard(self, parameter: Tensor) -> Shard:
+        if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered at the moment
+            return super().shard(parameter)
+        per_rank = -(-len(parameter) // self.writers)
+        first_row = min(len(parameter), per_rank * (self.rank % self.writers))
+        shape, primary = tuple(parameter.shape), self.rank < self.writers
+        return Shard(self.local(parameter.detach()), shape, first_row, primary, split=True)
+
+    @torch.no_grad()
+    def whole(self, shard: Shard) -> Tensor:
+        from torch.distributed import tensor
+
+        if not shard.split:
+            return shard.rows
+        placements = [*[tensor.Replicate()] * (self.mesh.ndim - 1), tensor.Shard(0)]
+        stride = torch.empty(shard.shape, device="meta").stride()
+        rows, shape = shard.rows, torch.Size(shard.shape)
+        spread = tensor.DTensor.from_local(rows, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return spread.full_tensor()
+
+    def sum_shards(self, value: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        total = value.clone()
+        dist.all_reduce(total, group=self.mesh.get_group("shard"))
+        return total
+
+
+def low_precision(model: "Decoder", dtype: torch.dtype) -> "Decoder":
+    """A copy of the model with matrices in `dtype` that shares the model's vectors; for fp32 the model itself."""
+    if dtype == torch.float32:
+        return model
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype)) if p.ndim == 2 else p for p in model.parameters()}
+    return copy.deepcopy(model, memo)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A number that changes with any single bit of a tensor; computed on its device."""
+    bits = tensor.detach().contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
+    return bits.sum(dtype=torch.int64)
+
+
+def choose_strategy(device: torch.device, parallel: Parallel, shard_ranks: int | None, timeout: float) -> Strategy:
+    """The strategy for the processes of this launch, connected; `SingleProcess` without a launcher."""
+    if "RANK" not in os.environ:
+        return SingleProcess(device)
+    return FSDP(device, timeout, shard_ranks) if parallel == "fsdp" else DDP(device, timeout)
