@@ -77,7 +77,7 @@ class LNScaling(GPTPlus):
             return RMSNorm(size, factor=1 / math.sqrt(self.layer))
 
         def design(self) -> Design:
-            return replace(super().design(), input_factors=(1 / math.sqrt(self.layer),))
+            return replace(super().design(), input_factors=(float(self.norm_a.factor),))  # type: ignore[arg-type]
 
 
 class DynamicTanh(nn.Module):
