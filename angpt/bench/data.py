@@ -8,9 +8,10 @@ import torch
 from rich import box
 from rich.table import Table
 
-from angpt.bench.measure import Interval, in_turns, median
+from angpt.bench.measure import in_turns, median
 from angpt.data.loader import Loader, Prefetcher
 from angpt.data.shards import TokenData
+from angpt.stats import Interval
 
 BATCHES = 32
 """Batches per measurement."""
@@ -65,8 +66,8 @@ def table(results: Sequence[Result]) -> Table:
     for r in results:
         cells = [
             text
-            for i in (r.loader, r.delivered)
-            for text in (f"{i.value / 1e6:,.1f}", f"{i.low / 1e6:,.1f}–{i.high / 1e6:,.1f}")
+            for i in (r.loader.times(1e-6), r.delivered.times(1e-6))
+            for text in (f"{i.mean:,.1f}", f"{i.low:,.1f}–{i.high:,.1f}")
         ]
         out.add_row(str(r.context), str(r.rows), *cells)
     return out

@@ -10,7 +10,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.measure import in_turns, median, ratio
 from angpt.config import ModelConfig, Step
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
@@ -19,6 +19,7 @@ from angpt.inference.folded import Folded
 from angpt.inference.sampling import GREEDY
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
+from angpt.stats import Interval
 from angpt.training.hardware import bandwidth, synchronize
 
 REFERENCE_TOKENS = 33
@@ -173,11 +174,11 @@ def bench_decode(
                 prompt=prompt,
                 new_tokens=new_tokens,
                 token_ms=median(token).times(1e3),
-                tokens_per_s=batch / median(token).value,
+                tokens_per_s=batch / median(token).mean,
                 speed=ratio(base, token),
                 floor_ms=1e3 * floor_bytes(subject.model, batch, prompt, new_tokens) / rate,
                 prefill_ms=prefill.times(1e3),
-                prefill_tokens_per_s=batch * prompt / prefill.value,
+                prefill_tokens_per_s=batch * prompt / prefill.mean,
                 first_token_s=subject.first_token_s,
                 transformers_ms=None if theirs_s is None else median(theirs_s).times(1e3),
                 over_transformers=None if theirs_s is None else ratio(theirs_s, token),
@@ -198,22 +199,22 @@ def tables(results: Sequence[Result]) -> list[Table]:
         name = f"{r.architecture} {r.step}" if several else r.architecture
         writing.add_row(
             name,
-            f"{r.token_ms.value:.3f}",
+            f"{r.token_ms.mean:.3f}",
             f"{r.token_ms.low:.3f}–{r.token_ms.high:.3f}",
             f"{r.tokens_per_s:,.0f}",
-            f"{r.speed.value:.3f}",
+            f"{r.speed.mean:.3f}",
             f"{r.speed.low:.3f}–{r.speed.high:.3f}" if r.architecture != first.architecture else "",
-            f"{r.token_ms.value / r.floor_ms:.2f}",
+            f"{r.token_ms.mean / r.floor_ms:.2f}",
         )
         theirs, faster = r.transformers_ms, r.over_transformers
         around.add_row(
             name,
             f"{r.floor_ms:.3f}",
-            f"{r.prefill_ms.value:.2f}",
+            f"{r.prefill_ms.mean:.2f}",
             f"{r.prefill_tokens_per_s:,.0f}",
             f"{r.first_token_s:.1f}",
-            "" if theirs is None else f"{theirs.value:.2f}",
-            "" if faster is None else f"{faster.value:.1f}× {faster.low:.1f}–{faster.high:.1f}",
+            "" if theirs is None else f"{theirs.mean:.2f}",
+            "" if faster is None else f"{faster.mean:.1f}× {faster.low:.1f}–{faster.high:.1f}",
         )
     return [writing, around]
 

@@ -7,9 +7,10 @@ import torch
 from rich import box
 from rich.table import Table
 
-from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.measure import in_turns, median, ratio
 from angpt.bench.train import Subject, record_alike
 from angpt.config import ModelConfig
+from angpt.stats import Interval
 from angpt.training.moments import CLOSEST, MomentRecorder
 
 
@@ -56,11 +57,12 @@ def table(results: Sequence[Result]) -> Table:
     for heading in ("", "step ms", "record ms", "overhead %", "95 %"):
         out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for r in results:
+        percent = r.overhead.times(100)
         out.add_row(
             r.architecture,
-            f"{r.step_ms.value:.2f}",
-            f"{r.record_ms.value:.3f}",
-            f"{100 * r.overhead.value:.3f}",
-            f"{100 * r.overhead.low:.3f}–{100 * r.overhead.high:.3f}",
+            f"{r.step_ms.mean:.2f}",
+            f"{r.record_ms.mean:.3f}",
+            f"{percent.mean:.3f}",
+            f"{percent.low:.3f}–{percent.high:.3f}",
         )
     return out

@@ -8,11 +8,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.measure import in_turns, median, ratio
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import constrain
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
+from angpt.stats import Interval
 from angpt.training.engine import Engine
 from angpt.training.hardware import bandwidth
 
@@ -92,12 +93,12 @@ def table(results: Sequence[Result]) -> Table:
     for r in results:
         out.add_row(
             r.architecture,
-            f"{r.ours_ms.value:.2f}",
+            f"{r.ours_ms.mean:.2f}",
             f"{r.ours_ms.low:.2f}–{r.ours_ms.high:.2f}",
-            f"{r.torch_ms.value:.2f}",
-            f"{r.speedup.value:.2f}×",
+            f"{r.torch_ms.mean:.2f}",
+            f"{r.speedup.mean:.2f}×",
             f"{r.speedup.low:.2f}–{r.speedup.high:.2f}",
             f"{r.floor_ms:.2f}",
-            f"{r.ours_ms.value / r.floor_ms:.2f}",
+            f"{r.ours_ms.mean / r.floor_ms:.2f}",
         )
     return out

@@ -13,12 +13,13 @@ from rich import box
 from rich.table import Table
 from torch import Tensor
 
-from angpt.bench.measure import Interval, in_turns, median, ratio
+from angpt.bench.measure import in_turns, median, ratio
 from angpt.config import SIZES, ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
 from angpt.optim.adam import total_norm
+from angpt.stats import Interval
 from angpt.training.engine import Engine, attention_backends
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 
@@ -164,7 +165,7 @@ class Subject:
                 for name, which in both if i % 2 else reversed(both):
                     timed(name, lambda g=gradients, c=clip, o=which: o.update(g, c, 1, LR))  # type: ignore[misc]
             optimizer.zero_grad()
-        found = {name: 1e3 * median(values).value for name, values in seconds.items()}
+        found = {name: 1e3 * median(values).mean for name, values in seconds.items()}
         found["constraint"] = found["optimizer"] - found["constraint"]
         return found
 
@@ -239,8 +240,8 @@ def bench_train(
                 context=context,
                 step_ms=step.times(1e3),
                 ratio=ratio(seconds[name], seconds[architectures[0]]),
-                tokens_per_s=tokens / step.value,
-                mfu=flops / step.value / peak,
+                tokens_per_s=tokens / step.mean,
+                mfu=flops / step.mean / peak,
                 memory_gib=subject.memory_gib,
                 graph=subject.engine.recorded is not None,
                 rounds_ms=[1e3 * s for s in seconds[name]],
@@ -265,9 +266,9 @@ def tables(results: Sequence[Result]) -> list[Table]:
     for r in results:
         steps.add_row(
             r.architecture + (" (graph)" if r.graph else ""),
-            f"{r.step_ms.value:.2f}",
+            f"{r.step_ms.mean:.2f}",
             f"{r.step_ms.low:.2f}–{r.step_ms.high:.2f}",
-            f"{r.ratio.value:.3f}",
+            f"{r.ratio.mean:.3f}",
             f"{r.ratio.low:.3f}–{r.ratio.high:.3f}" if r.architecture != base else "",
             f"{r.tokens_per_s:,.0f}",
             f"{100 * r.mfu:.1f}",

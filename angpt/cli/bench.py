@@ -1,6 +1,5 @@
 """The commands `angpt bench …`: parse, call, print."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -78,7 +77,7 @@ def train(
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
         wide_enough(console, *(shown := tables(found))).print(*shown)
-        results += [dataclasses.asdict(r) for r in found]
+        results += found
         write_json(out, where, results)
     console.print(
         "Parts are timed apart, and without a CUDA graph; constraint is what it adds to the optimizer. MFU is of the\n"
@@ -115,7 +114,7 @@ def optimizer(
     with console.status("measuring"):
         results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
     wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    write_json(out, where, results)
 
 
 def moments(
@@ -152,7 +151,7 @@ def moments(
         compiled = where.type == "cuda"
         results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
     wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    write_json(out, where, results)
 
 
 def data(
@@ -183,7 +182,7 @@ def data(
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
     wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    write_json(out, where, results)
 
 
 def decode(
@@ -244,7 +243,7 @@ def decode(
                 lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
             )  # fmt: skip
         wide_enough(console, *(shown := tables(found))).print(*shown)
-        results += [dataclasses.asdict(r) for r in found]
+        results += found
         write_json(out, where, results)
 
 

@@ -16,10 +16,11 @@ from angpt.fits.frontier import Frontier
 from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
-from angpt.fits.powerlaw import Estimate, PowerLaw
+from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.words import label, quantity
+from angpt.stats import Interval
 from angpt.system import write_atomically
 
 SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}
@@ -49,6 +50,8 @@ def plain(value: Any) -> Any:
     """As JSON has it: no arrays, no classes, null for what is not finite."""
     if isinstance(value, PowerLaw):
         return plain(value.summary())
+    if isinstance(value, Interval):
+        return plain({"value": value.mean, "low": value.low, "high": value.high})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -113,13 +116,13 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     return values
 
 
-def estimate_text(value: Estimate, form: str = ".4f") -> str:
+def estimate_text(value: Interval, form: str = ".4f") -> str:
     """0.4663 [0.4512, 0.4801]; what has vanished is 0."""
-    if 0 < abs(value.value) < 1e-12:
-        value = Estimate(0.0, value.low, value.high)
+    if 0 < abs(value.mean) < 1e-12:
+        value = Interval(0.0, value.low, value.high)
     if value.low is None or value.high is None:
-        return f"{value.value:{form}} (no interval)".replace("-", "−")
-    return f"{value.value:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
+        return f"{value.mean:{form}} (no interval)".replace("-", "−")
+    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -198,7 +201,7 @@ def _comparison_tables(fit: ScalingFit) -> list[Table]:
             cells = f"{e.baseline:.4f}", f"{e.other:.4f}", estimate_text(d.estimate, "+.4f"), differ
             exponents.add_row(f"{name} {e.quantity}", short, *(cell.replace("-", "−") for cell in cells))
         for s in c.savings:
-            saved = f"{100 * (1 - s.factor.value):.0f} %".replace("-", "−")
+            saved = f"{100 * (1 - s.factor.mean):.0f} %".replace("-", "−")
             savings.add_row(name, short, f"{s.loss:.3f}", estimate_text(s.factor, ".3f"), saved)
         if c.problem:
             savings.add_row(name, short, "", c.problem, "")

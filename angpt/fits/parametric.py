@@ -18,7 +18,8 @@ import numpy as np
 from scipy import stats
 
 from angpt.fits.compute import Sample
-from angpt.fits.powerlaw import CONFIDENCE, Estimate, Floats, quantile
+from angpt.fits.powerlaw import Floats
+from angpt.stats import CONFIDENCE, Interval, quantile
 
 DELTA = 1e-3
 NAMES = ("E", "A", "B", "a", "b")
@@ -127,14 +128,14 @@ class Parametric:
     def freedom(self) -> int:
         return self.points - len(NAMES)
 
-    def estimate(self, values: Floats) -> Estimate:
+    def estimate(self, values: Floats) -> Interval:
         """Of a function of the parameters, given its values for all rows of `theta`."""
         return bootstrap_interval(values, self.freedom)
 
-    def parameters(self) -> dict[str, Estimate]:
+    def parameters(self) -> dict[str, Interval]:
         """E on its own scale, which ends at zero; A and B on that of their logarithms."""
         e = self.estimate(np.exp(self.theta[:, 0]))
-        e = Estimate(e.value, None if e.low is None else max(0.0, e.low), e.high)
+        e = Interval(e.mean, None if e.low is None else max(0.0, e.low), e.high)
         a_, b_ = (self.estimate(self.theta[:, i]).exp() for i in (1, 2))
         return dict(zip(NAMES, (e, a_, b_, *map(self.estimate, self.theta[:, 3:].T)), strict=True))
 
@@ -142,7 +143,7 @@ class Parametric:
     def reducible(self) -> bool:
         """Whether E is not told apart from zero."""
         e = self.parameters()["E"]
-        return (e.value if e.low is None else e.low) < NO_LOSS
+        return (e.mean if e.low is None else e.low) < NO_LOSS
 
     def exponents(self) -> dict[str, Floats]:
         """Of N_opt(C), of D_opt(C), and of L(C) − E, for all rows."""
@@ -178,16 +179,16 @@ class Parametric:
             return np.where(left > 0, middle + above / self.exponents()["loss"], np.inf)
 
 
-def bootstrap_interval(values: Floats, freedom: float) -> Estimate:
+def bootstrap_interval(values: Floats, freedom: float) -> Interval:
     """The first value with the quantiles of the others about it, widened from normal to Student's t."""
     value = float(values[0])
     samples = values[1:][np.isfinite(values[1:])]
     if freedom <= 0 or len(samples) < 0.9 * (len(values) - 1) or len(samples) < 20:
-        return Estimate(value)
+        return Interval(value)
     tail = (1 - CONFIDENCE) / 2
     wider = quantile(freedom) / float(stats.norm.ppf(1 - tail))
     low, high = np.quantile(samples, [tail, 1 - tail])
-    return Estimate(value, value - wider * (value - float(low)), value + wider * (float(high) - value))
+    return Interval(value, value - wider * (value - float(low)), value + wider * (float(high) - value))
 
 
 def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: float | None = None) -> Parametric | str:

@@ -21,7 +21,7 @@ def fit(sample, bootstrap=0, **options):
 def test_all_parameters_without_noise(law):
     found = fit(multiples(law, SIZES, RATIOS))
     assert isinstance(found, Parametric)
-    assert {name: e.value for name, e in found.parameters().items()} == pytest.approx(
+    assert {name: e.mean for name, e in found.parameters().items()} == pytest.approx(
         {"E": law.E, "A": law.A, "B": law.B, "a": law.a, "b": law.b}, rel=1e-4
     )
     assert {k: v[0] for k, v in found.exponents().items()} == pytest.approx(law.exponents, rel=1e-4)
@@ -32,7 +32,7 @@ def test_without_irreducible_loss():
     found = fit(multiples(FREE, SIZES, RATIOS, noise=1e-4), bootstrap=200)
     e = found.parameters()["E"]
     assert e.low == 0
-    assert e.value < 0.01
+    assert e.mean < 0.01
     assert found.reducible
     assert not fit(multiples(LAW, SIZES, RATIOS)).reducible
     assert found.exponents()["parameters"][0] == pytest.approx(FREE.exponents["parameters"], abs=0.01)
