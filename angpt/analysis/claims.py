@@ -1,6 +1,6 @@
 """What the paper says about the inside of its models, and whether it holds for the runs at hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -8,6 +8,7 @@ from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS
 from angpt.analysis.tables import number, percent, span
+from angpt.present.tables import Strong, Table
 
 ORDER_ONE = 3.0
 """A length is of order 1 if it lies within this factor of it."""
@@ -27,6 +28,11 @@ def claims(analysis: Analysis) -> list[Claim]:
         depth, order_one, sphere, ratios, gamma, rows, alpha, errors, early, warmup, shift,
     )  # fmt: skip
     return [claim for make in makers if (claim := make(analysis)) is not None]
+
+
+def claims_table(found: Sequence[Claim], title: str = "") -> Table:
+    rows = [(claim.paper, claim.here, "yes" if claim.holds else Strong("no")) for claim in found]
+    return Table(("the paper", "here", "holds"), rows, title, prose=True)
 
 
 def run_of(analysis: Analysis, architecture: str, needs: str) -> RunAnalysis | None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import LAYER_CHARTS, input_norms, row_norms
-from angpt.analysis.claims import claims
+from angpt.analysis.claims import claims, claims_table
 from angpt.analysis.shift_charts import SHIFT_CHARTS
-from angpt.analysis.tables import markdown_row, tables
+from angpt.analysis.tables import tables
 from angpt.present.charts import Chart, write_chart
 from angpt.present.words import quantity
 from angpt.system import write_atomically
@@ -40,8 +40,7 @@ def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
             f"{quantity(run.tokens)} tokens, seed {run.seed}; measured on {run.measured_tokens:,} tokens"
         )
     if found := claims(analysis):
-        lines += ["", "## The paper's picture", "", "| the paper | here | holds |", "|---|---|---|"]
-        lines += [markdown_row((c.paper, c.here, "yes" if c.holds else "**no**")) for c in found]
+        lines += ["", "## The paper's picture", "", claims_table(found).markdown()]
     lines += ["", "## Tables", ""]
     for table in tables(analysis):
         lines += [table.markdown(), ""]
