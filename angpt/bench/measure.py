@@ -8,7 +8,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from angpt.errors import UserError
+from angpt.stats import Interval
 from angpt.system import write_atomically
 from angpt.training.hardware import synchronize
 from angpt.training.run import environment
@@ -51,18 +51,6 @@ def orders(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
         yield order[::-1] if number % 2 else order
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A median with its spread over the rounds, or a ratio with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def times(self, factor: float) -> "Interval":
-        return Interval(self.value * factor, self.low * factor, self.high * factor)
-
-
 def median(seconds: Sequence[float]) -> Interval:
     """Median and quartiles."""
     low, value, high = np.quantile(seconds, [0.25, 0.5, 0.75])
@@ -79,14 +67,25 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
+def between(value: Interval, form: str, ends: bool = True) -> tuple[str, str]:
+    """Two cells of a table: the value, and the ends of its interval unless they say nothing."""
+    return f"{value.mean:{form}}", f"{value.low:{form}}–{value.high:{form}}" if ends else ""
+
+
 def positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise UserError(f"--{name} {value}: at least 1 is needed")
 
 
-def write_json(path: Path | None, device: torch.device, results: Any) -> None:
-    """The results with the machine and the command that they come from."""
+def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
+    """Write the results (dataclasses) with the machine and the command that they come from."""
     if path is not None:
         record = {"command": ["angpt", *sys.argv[1:]], "environment": environment(device), "results": results}
-        write_atomically(path, json.dumps(record, indent=1) + "\n")
+        write_atomically(path, json.dumps(record, indent=1, default=_fields) + "\n")
+
+
+def _fields(result: Any) -> dict[str, Any]:
+    if isinstance(result, Interval):
+        return {"value": result.mean, "low": result.low, "high": result.high}
+    return vars(result)

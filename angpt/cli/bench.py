@@ -1,6 +1,5 @@
 """The commands `angpt bench …`: parse, call, print."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
-from angpt.system import wide_enough
+from angpt.present.tables import show
 
 if TYPE_CHECKING:
     import torch
@@ -77,8 +76,8 @@ def train(
                 case, architectures, context, where, dtype, compiled, warmup, rounds, steps, profile,
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        wide_enough(console, *(shown := tables(found))).print(*shown)
-        results += [dataclasses.asdict(r) for r in found]
+        show(console, *tables(found))
+        results += found
         write_json(out, where, results)
     console.print(
         "Parts are timed apart, and without a CUDA graph; constraint is what it adds to the optimizer. MFU is of the\n"
@@ -114,8 +113,8 @@ def optimizer(
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
-    wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    show(console, table(results))
+    write_json(out, where, results)
 
 
 def moments(
@@ -151,8 +150,8 @@ def moments(
     with console.status("measuring"):
         compiled = where.type == "cuda"
         results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
-    wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    show(console, table(results))
+    write_json(out, where, results)
 
 
 def data(
@@ -182,8 +181,8 @@ def data(
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
-    wide_enough(console, shown := table(results)).print(shown)
-    write_json(out, where, [dataclasses.asdict(r) for r in results])
+    show(console, table(results))
+    write_json(out, where, results)
 
 
 def decode(
@@ -243,8 +242,8 @@ def decode(
                 size, architectures, batch, steps, prompt, tokens, where, dtype, rounds, reference,
                 lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        wide_enough(console, *(shown := tables(found))).print(*shown)
-        results += [dataclasses.asdict(r) for r in found]
+        show(console, *tables(found))
+        results += found
         write_json(out, where, results)
 
 

@@ -163,7 +163,7 @@ def law_text(law: PowerLaw, variable: str) -> str:
     """Prefactor and exponent with its interval."""
     slope = law.slope
     within = "" if slope.low is None or slope.high is None else f" [{slope.low:.3f}, {slope.high:.3f}]"
-    return f"{law.prefactor.value:.4g}·{variable}^{slope.value:.3f}{within}".replace("-", "−")
+    return f"{law.prefactor.mean:.4g}·{variable}^{slope.mean:.3f}{within}".replace("-", "−")
 
 
 def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: str, color: str) -> PathCollection:
@@ -212,9 +212,9 @@ def _grid_points(size: SizeFit, what: str) -> list[tuple[float, float, float]]:
 def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = None) -> None:
     """A dashed line and its band."""
     values = [law.at(v) for v in x]
-    ax.plot(x, [v.value for v in values], "--", color=color, lw=1.5, label=name, zorder=4)
+    ax.plot(x, [v.mean for v in values], "--", color=color, lw=1.5, label=name, zorder=4)
     if law.freedom > 0:
-        low, high = [v.low or v.value for v in values], [v.high or v.value for v in values]
+        low, high = [v.low or v.mean for v in values], [v.high or v.mean for v in values]
         ax.fill_between(x, low, high, color=color, alpha=0.13, lw=0, zorder=1)
 
 

@@ -13,13 +13,16 @@ from typing import Any, Literal
 import numpy as np
 
 from angpt.errors import UserError
-from angpt.fits.interpolate import Curve, edge
-from angpt.fits.powerlaw import Estimate, PowerLaw, fit_power_law
-from angpt.fits.records import Cell, Record, Table
+from angpt.fits.interpolate import Curve
+from angpt.fits.powerlaw import PowerLaw, fit_power_law
+from angpt.fits.records import Cell, Record, RunTable
 from angpt.present.words import label, quantity
+from angpt.stats import Interval, edge
 
 SAME_BUDGET = 0.05
 """Budgets, as multiples of the parameters, within this part of each other are the same."""
+END = {-1: "low", 1: "high"}
+"""Names of the edges of a grid."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,8 @@ class LeftOut:
     """What the law of the other sizes says of one, over what was found there."""
 
     parameters: float
-    batch_tokens: Estimate
-    lr: Estimate
+    batch_tokens: Interval
+    lr: Interval
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class HparamFit:
         return [size for size in self.sizes if size.architecture == architecture]
 
 
-def fit_hparams(table: Table, multiple: float | None = None) -> HparamFit:
+def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
     """The optima of every size and the laws through them; `multiple` chooses the budget in tokens per parameter."""
     cells, lost = _one_budget(table, multiple)
     notes = list(table.notes)
@@ -145,7 +148,7 @@ def _count(sizes: int) -> str:
     return "no size" if sizes == 0 else "only one size"
 
 
-def _one_budget(table: Table, multiple: float | None) -> tuple[list[Cell], list[Record]]:
+def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
     """The cells and diverged runs of one budget per size."""
 
     def ratio(record: Record) -> float:
@@ -214,10 +217,10 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
         )
     batches, losses = [math.log(batch) for batch, _ in usable], [math.log(m.loss) for _, m in usable]
     best, side = edge(losses)
-    if side is not None:
-        way = "smaller" if side == "low" else "larger"
+    if side:
+        way = "smaller" if side < 0 else "larger"
         return refused(
-            f"the best batch size, {quantity(usable[best][0])} tokens, is at the {side} edge of the grid: no "
+            f"the best batch size, {quantity(usable[best][0])} tokens, is at the {END[side]} edge of the grid: no "
             f"optimum; try {way} ones"
         )
     curve = Curve.through(batches, losses, best)
@@ -256,13 +259,13 @@ def fit_sweep(batch: float, points: Sequence[tuple[float, float]], diverged: Seq
     if not points:
         return sweep(f"all {len(diverged)} rates diverged; try lower ones")
     best, side = edge(losses)
-    if side is not None and best > 0 and any(lr > lrs[best] for lr in diverged):
+    if side > 0 and any(lr > lrs[best] for lr in diverged):
         return sweep(Minimum(lrs[best], losses[best], "bounded"))
     if len(points) < 3:
         return sweep(f"{len(points)} rates are too few for a minimum; try three at least")
-    if side is not None:
-        way = "lower" if side == "low" else "higher"
-        return sweep(f"the best rate, {lrs[best]:g}, is at the {side} edge of the grid; try {way} ones")
+    if side:
+        way = "lower" if side < 0 else "higher"
+        return sweep(f"the best rate, {lrs[best]:g}, is at the {END[side]} edge of the grid; try {way} ones")
     curve = Curve.through(np.log(lrs), np.log(losses), best)
     at = curve.minimiser()
     return sweep(Minimum(math.exp(at), math.exp(float(curve(at))), curve.method))
@@ -275,10 +278,9 @@ def fit_trend(architecture: str, optima: Sequence[tuple[float, Optimum]]) -> Tre
     for i in range(len(n) if len(n) >= 3 else 0):
         others = [j for j in range(len(n)) if j != i]
 
-        def ratio(y: Sequence[float], i: int = i, others: Sequence[int] = others) -> Estimate:
+        def ratio(y: Sequence[float], i: int = i, others: Sequence[int] = others) -> Interval:
             said = fit_power_law([n[j] for j in others], [y[j] for j in others]).at(n[i], new=True)
-            low, high = (None if x is None else x / y[i] for x in (said.low, said.high))
-            return Estimate(said.value / y[i], low, high)
+            return said.times(1 / y[i])
 
         left_out.append(LeftOut(n[i], ratio(batches), ratio(rates)))
     return Trend(architecture, fit_power_law(n, batches), fit_power_law(n, rates), tuple(n), tuple(left_out))

@@ -15,7 +15,6 @@ from scipy.interpolate import Akima1DInterpolator
 from angpt.fits.powerlaw import Floats
 
 AKIMA = 5
-Edge = Literal["low", "high"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,3 @@ class Curve:
         roots = pieces.derivative().roots(extrapolate=False)
         candidates = np.r_[self.x, roots[np.isfinite(roots)]]  # a flat piece has NaN among its roots
         return float(candidates[np.argmin(pieces(candidates))])
-
-
-def edge(y: ArrayLike) -> tuple[int, Edge | None]:
-    """The index of the lowest value, and the edge that it lies on. Of equal values the one inside counts."""
-    values = np.asarray(y, float)
-    hits = np.flatnonzero(values == values.min())
-    inside = hits[(hits > 0) & (hits < len(values) - 1)]
-    if len(inside):
-        return int(inside[0]), None
-    return int(hits[0]), "low" if hits[0] == 0 else "high"

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angpt.fits.compute import Sample
-from angpt.fits.interpolate import edge
 from angpt.fits.powerlaw import Floats, PowerLaw, bend, fit_power_law
 from angpt.present.words import plural
+from angpt.stats import edge
 
 SAME = 0.02
 """Part of the compute by which runs of one level differ at most."""
@@ -90,7 +90,7 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
     compute, vertices = [c for c, _ in good], [v for _, v in good]
     by_size, by_loss = ([1 / v.variance[i] for v in vertices] for i in (0, 1))
     sizes = fit_power_law(compute, [v.parameters for v in vertices], by_size)
-    off = np.log([v.parameters / sizes.at(c).value for c, v in good])
+    off = np.log([v.parameters / sizes.at(c).mean for c, v in good])
     reach = np.log([level.parameters[-1] / level.parameters[0] for level in levels if level.vertex is not None]) / 2
     if problem := scattered(off, reach):
         return problem
@@ -162,22 +162,20 @@ def fit_level(runs: Sample, slope: float) -> Level:
     n, y, d = np.log(runs.parameters[order]), y[order], np.log(runs.tokens[order])
     best, side = edge(y)
     level = Level(math.exp(center), np.exp(n), np.exp(y), None, None)
-    if side is not None:
-        size = "smallest" if side == "low" else "largest"
+    if side:
+        size = "smallest" if side < 0 else "largest"
         return dataclasses.replace(level, problem=f"the best size is the {size} one tried")
     # As far on the one side as on the other: the loss is no exact parabola, and rises faster on one side.
     reach = min(math.log(WINDOW), n[best] - n[0], n[-1] - n[best])
     near = np.abs(n - n[best]) <= reach + 1e-9
     near[best - 1 : best + 2] = True
     x = n[near] - n[best]
-    design = np.vander(x, 3, increasing=True)
-    inverse = np.linalg.inv(design.T @ design)
-    constant, linear, bend = inverse @ design.T @ y[near]
+    (bend, linear, constant), inverse = np.polyfit(x, y[near], 2, cov="unscaled")
     step = -linear / (2 * bend) if bend > 0 else math.inf
     if not x[0] < step < x[-1]:
         return dataclasses.replace(level, problem="the losses have no minimum inside of the sizes tried")
-    # The slope and the loss at the vertex as functions of (constant, linear, bend).
-    of_slope, of_loss = np.array([0.0, 1.0, 2 * step]), np.array([1.0, step, step**2])
+    # The slope and the loss at the vertex as functions of (bend, linear, constant).
+    of_slope, of_loss = np.array([2 * step, 1.0, 0.0]), np.array([step**2, step, 1.0])
     vertex = Vertex(
         parameters=math.exp(n[best] + step),
         tokens=math.exp(float(np.polyval(np.polyfit(x, d[near], 1), step))),

@@ -5,49 +5,16 @@ freedom; a quantity that depends on the two parameters through a gradient J has 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-CONFIDENCE = 0.95
+from angpt.stats import Interval
+
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and its 95 % interval; no interval where the data leave no degree of freedom to estimate it."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, value: float, error: float, freedom: float) -> Self:
-        if freedom <= 0:
-            return cls(value)
-        half = quantile(freedom) * error
-        return cls(value, value - half, value + half)
-
-    def exp(self) -> "Estimate":
-        """Of a quantity whose logarithm this is."""
-        low, high = (None if x is None else _exp(x) for x in (self.low, self.high))
-        return Estimate(_exp(self.value), low, high)
-
-    def covers(self, truth: float) -> bool:
-        return self.low is not None and self.high is not None and self.low <= truth <= self.high
-
-
-def quantile(freedom: float) -> float:
-    """Of Student's t, so that the two tails beyond it hold 5 %."""
-    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
-
-
-def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0))
 
 
 @dataclass(frozen=True)
@@ -67,22 +34,22 @@ class PowerLaw:
     """The range of the points that it was fitted to."""
     points: int
 
-    def log_at(self, x: float, new: bool = False) -> Estimate:
+    def log_at(self, x: float, new: bool = False) -> Interval:
         """log y at x with its interval; of a new point there rather than of the law if `new`."""
         distance = math.log(x) - self.center
         variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
-        return Estimate.of(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
+        return Interval.around(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
 
-    def at(self, x: float, new: bool = False) -> Estimate:
+    def at(self, x: float, new: bool = False) -> Interval:
         return self.log_at(x, new).exp()
 
     @property
-    def prefactor(self) -> Estimate:
+    def prefactor(self) -> Interval:
         return self.at(1.0)
 
     @property
-    def slope(self) -> Estimate:
-        return Estimate.of(self.exponent, self.exponent_error, self.freedom)
+    def slope(self) -> Interval:
+        return Interval.around(self.exponent, self.exponent_error, self.freedom)
 
     def log_inverse(self, y: float) -> tuple[float, float]:
         """log x at which the law reaches y, and its standard error."""
@@ -139,41 +106,9 @@ def bend(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     if freedom < 1:
         return None
     t = u - u.mean()
-    design = np.stack([np.ones_like(t), t, t**2], axis=1)
-    inverse = np.linalg.pinv(design.T @ design)
-    _, slope, curve = found = inverse @ design.T @ v
-    residual = v - design @ found
-    error = math.sqrt(float(residual @ residual) / freedom * inverse[2, 2])
+    (curve, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
+    error = math.sqrt(covariance[0, 0])
     rounding = abs(curve) * float(np.ptp(t)) ** 2 < 1e-6
     if rounding or 2 * float(stats.t.sf(abs(curve) / error, freedom)) > 0.01:
         return None
     return float(slope + 2 * curve * t.min()), float(slope + 2 * curve * t.max())
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Of two independent estimates, by Welch's test."""
-
-    estimate: Estimate
-    p_value: float | None
-    """Probability of a difference at least this large if there were none."""
-
-
-def welch(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Standard error and degrees of freedom of a sum of independent estimates (factor, error, degrees of freedom)."""
-    squares = [(factor * error) ** 2 for factor, error, _ in parts]
-    total = sum(squares)
-    below = sum(s**2 / freedom for s, (_, _, freedom) in zip(squares, parts, strict=True) if freedom > 0)
-    if any(freedom <= 0 for _, _, freedom in parts):
-        return math.sqrt(total), 0.0
-    return math.sqrt(total), total**2 / below if below else math.inf
-
-
-def difference(one: tuple[float, float, float], two: tuple[float, float, float]) -> Difference:
-    """two − one, each as (value, error, degrees of freedom)."""
-    error, freedom = welch([(1.0, one[1], one[2]), (1.0, two[1], two[2])])
-    value = two[0] - one[0]
-    if freedom <= 0:
-        return Difference(Estimate(value), None)
-    ratio = 0.0 if value == 0 else abs(value) / max(error, 1e-300)
-    return Difference(Estimate.of(value, error, freedom), 2 * float(stats.t.sf(ratio, freedom)))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from angpt.errors import UserError, nearest
 from angpt.present.words import LABELS
+from angpt.stats import mean_log
 
 COLUMNS = {
     "architecture": "which model it is; `model` where the column is missing",
@@ -82,22 +83,18 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class RunTable:
     """What a fit reads."""
 
     cells: tuple[Cell, ...]
     diverged: tuple[Record, ...]
-    deviation: float | None
-    """Standard deviation of the log loss between seeds, pooled over all points; None without repeated points."""
-    freedom: int
-    """That it was estimated with."""
     notes: tuple[str, ...]
 
     def architectures(self) -> list[str]:
         return list(dict.fromkeys(cell.record.architecture for cell in self.cells))
 
 
-def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool = False) -> Table:
+def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool = False) -> RunTable:
     """The finished runs of study folders, run folders and CSV files, of which each must have the `needed` columns."""
     if not sources:
         raise UserError("name study folders, run folders or CSV files to read runs from")
@@ -127,7 +124,7 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
     return average(records, notes)
 
 
-def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
+def average(records: Sequence[Record], notes: Sequence[str] = ()) -> RunTable:
     """Diverged and unfinished runs set aside, the others averaged over seeds."""
     notes = list(notes)
     diverged = tuple(r for r in records if r.status == "diverged")
@@ -164,17 +161,13 @@ def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
     lost = Counter(r.point for r in diverged)
     if partly := sum(point in lost for point in groups):
         notes.append(f"{partly:,} points are averages over some seeds, while others diverged")
-    cells, squares, freedom = [], 0.0, 0
-    for group in groups.values():
-        logs = [math.log(r.loss) for r in group]
-        mean = sum(logs) / len(logs)
-        squares += sum((x - mean) ** 2 for x in logs)
-        freedom += len(logs) - 1
-        cells.append(Cell(replace(group[0], curve=_mean_curve(group)), mean, len(logs), lost[group[0].point]))
-    deviation = math.sqrt(squares / freedom) if freedom else None
+    cells = [
+        Cell(replace(group[0], curve=_mean_curve(group)), mean_log([r.loss for r in group]), len(group), lost[point])
+        for point, group in groups.items()
+    ]
     known = list(LABELS)  # the columns of Table 1 first, in its order
     cells.sort(key=lambda c: (*_rank(known, c.record.architecture), c.record.parameters, c.record.tokens))
-    return Table(tuple(cells), diverged, deviation, freedom, tuple(notes))
+    return RunTable(tuple(cells), diverged, tuple(notes))
 
 
 def _rank(known: Sequence[str], architecture: str) -> tuple[int, str]:
@@ -187,7 +180,7 @@ def _mean_curve(group: Sequence[Record]) -> tuple[tuple[float, float], ...]:
         return group[0].curve
     curves = [dict(r.curve) for r in group]
     common = sorted(set.intersection(*(set(c) for c in curves)))
-    return tuple((t, math.exp(sum(math.log(c[t]) for c in curves) / len(curves))) for t in common)
+    return tuple((t, math.exp(mean_log([c[t] for c in curves]))) for t in common)
 
 
 def _runs_of(folder: Path) -> Path:

@@ -71,11 +71,11 @@ def _rule(trend: Trend, old: Rule) -> Rule:
     below, above = old.lr_exponents
     return dataclasses.replace(
         old,
-        lr=float(f"{trend.lr.at(ANCHOR).value:.3g}"),
+        lr=float(f"{trend.lr.at(ANCHOR).mean:.3g}"),
         lr_exponents=(
             exponent if trend.sizes[0] < ANCHOR else below,
             exponent if trend.sizes[-1] > ANCHOR else above,
         ),
-        batch_tokens=round(trend.batch_tokens.at(ANCHOR).value),
+        batch_tokens=round(trend.batch_tokens.at(ANCHOR).mean),
         batch_exponent=float(f"{trend.batch_tokens.exponent:.3g}"),
     )

@@ -14,9 +14,10 @@ from angpt.fits.compute import Counting, Sample, make_curves, make_sample
 from angpt.fits.frontier import BINS, Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
 from angpt.fits.parametric import Parametric, fit_parametric
-from angpt.fits.powerlaw import Difference, Estimate, Floats, PowerLaw, difference, welch
-from angpt.fits.records import Table
+from angpt.fits.powerlaw import Floats, PowerLaw
+from angpt.fits.records import RunTable
 from angpt.present.words import label, quantity
+from angpt.stats import Difference, Interval, difference, welch
 
 Approach = Literal["frontier", "isoflop", "parametric"]
 APPROACHES: dict[Approach, str] = {
@@ -72,7 +73,7 @@ class ArchitectureFit:
             law = self.law(approach, "loss")
             if law is None:
                 return None
-            ends = [law.at(c).value for c in law.x]
+            ends = [law.at(c).mean for c in law.x]
         return min(ends), max(ends)
 
 
@@ -81,7 +82,7 @@ class Saving:
     """Compute of one architecture over that of the baseline for the same loss: 0.7 is 30 % saved."""
 
     loss: float
-    factor: Estimate
+    factor: Interval
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class ScalingFit:
         return next(a for a in self.architectures if a.architecture == architecture)
 
 
-def fit_scaling(table: Table, options: Options, baseline: str | None = None) -> ScalingFit:
+def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) -> ScalingFit:
     """The laws of every architecture of the table, and each beside the baseline: gpt+ where there is one, or the first
     unless given."""
     names = table.architectures()
@@ -134,7 +135,7 @@ def fit_scaling(table: Table, options: Options, baseline: str | None = None) -> 
     return ScalingFit(options.counting.describe(), fits, comparisons, notes)
 
 
-def fit_architecture(table: Table, architecture: str, options: Options) -> ArchitectureFit:
+def fit_architecture(table: RunTable, architecture: str, options: Options) -> ArchitectureFit:
     cells = [cell for cell in table.cells if cell.record.architecture == architecture]
     sizes = {cell.record.parameters for cell in cells}
     if len(sizes) == 1:
@@ -196,7 +197,7 @@ def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach
         freedom = min(base.parametric.freedom, other.parametric.freedom)
         estimate = _paired(base.parametric, other.parametric, two - one)
         error = float(np.std((two - one)[1:])) if len(one) > 2 else 0.0
-        p = 2 * float(stats.t.sf(abs(estimate.value) / error, freedom)) if error and freedom > 0 else None
+        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, freedom)) if error and freedom > 0 else None
         what = quantity if name != "loss" else "L(C) − E"
         return Exponents(what, float(one[0]), float(two[0]), Difference(estimate, p))
     laws = base.law(approach, name), other.law(approach, name)
@@ -206,7 +207,7 @@ def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach
     return Exponents(quantity, laws[0].exponent, laws[1].exponent, difference(*parts))
 
 
-def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, loss: float) -> Estimate:
+def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, loss: float) -> Interval:
     """Compute of `other` over that of `base` at a loss, both by their laws (which must be there)."""
     if approach == "parametric":
         assert not isinstance(base.parametric, str)
@@ -218,8 +219,8 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
     assert laws[0] is not None
     assert laws[1] is not None
     (one_at, one_error), (two_at, two_error) = laws[0].log_inverse(loss), laws[1].log_inverse(loss)
-    error, freedom = welch([(1.0, one_error, laws[0].freedom), (1.0, two_error, laws[1].freedom)])
-    return Estimate.of(two_at - one_at, error, freedom).exp()
+    error, freedom = welch([(one_error, laws[0].freedom), (two_error, laws[1].freedom)])
+    return Interval.around(two_at - one_at, error, freedom).exp()
 
 
 def _together(one: Floats, two: Floats) -> tuple[Floats, Floats]:
@@ -228,6 +229,6 @@ def _together(one: Floats, two: Floats) -> tuple[Floats, Floats]:
     return one[:count], two[:count]
 
 
-def _paired(one: Parametric, two: Parametric, values: Floats) -> Estimate:
+def _paired(one: Parametric, two: Parametric, values: Floats) -> Interval:
     """Of a difference; the fewer of the two degrees of freedom are on the safe side."""
     return (one if one.freedom <= two.freedom else two).estimate(values)

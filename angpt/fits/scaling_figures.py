@@ -115,7 +115,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
         for approach in ("frontier", "isoflop"):
             n, d = f.law(approach, "parameters"), f.law(approach, "tokens")
             if n is not None and d is not None:
-                rows += [(f.architecture, approach, q, law.prefactor.value, law.exponent, law.slope.low, law.slope.high)
+                rows += [(f.architecture, approach, q, law.prefactor.mean, law.exponent, law.slope.low, law.slope.high)
                          for q, law in (("N_opt", n), ("D_opt", d))]  # fmt: skip
                 if approach == "frontier":
                     text = f"N_opt = {law_text(n, 'C')}, D_opt = {law_text(d, 'C')}"
@@ -123,8 +123,8 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
         if isinstance(f.parametric, Parametric):
             for q, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
                 p = f.parametric
-                e, first = p.estimate(p.exponents()[name]), p.estimate(p.log_prefactors()[name]).exp().value
-                rows.append((f.architecture, "parametric", q, first, e.value, e.low, e.high))
+                e, first = p.estimate(p.exponents()[name]), p.estimate(p.log_prefactors()[name]).exp().mean
+                rows.append((f.architecture, "parametric", q, first, e.mean, e.low, e.high))
     return Chart(
         name="optimal",
         title=title,
@@ -252,7 +252,7 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
         alt=f"Loss against tokens with a line for each model size. {'; '.join(words)}.",
         columns=("architecture", "parameter", "value", "low", "high"),
         rows=tuple(
-            (f.architecture, name, e.value, e.low, e.high) for f, law in having for name, e in law.parameters().items()
+            (f.architecture, name, e.mean, e.low, e.high) for f, law in having for name, e in law.parameters().items()
         ),
         draw=draw,
     )
@@ -264,7 +264,7 @@ def _law_at(law: Parametric, n: float, d: Floats) -> Floats:
 
 
 def parametric_text(law: Parametric) -> str:
-    e, a_, b_, a, b = (estimate.value for estimate in law.parameters().values())
+    e, a_, b_, a, b = (estimate.mean for estimate in law.parameters().values())
     return f"L = {e:.3g} + {a_:.3g}/N^{a:.3f} + {b_:.3g}/D^{b:.3f}"
 
 
@@ -294,7 +294,7 @@ def savings(fit: ScalingFit) -> Chart | Absent:
         return figure
 
     words = [
-        f"{label(c.other)} at loss {c.savings[1].loss:.3g} {c.savings[1].factor.value:.2f} ({APPROACHES[c.approach]})"
+        f"{label(c.other)} at loss {c.savings[1].loss:.3g} {c.savings[1].factor.mean:.2f} ({APPROACHES[c.approach]})"
         for c in having
     ]
     return Chart(
@@ -318,7 +318,7 @@ def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
     ranges = [r for f in (one, two) if (r := f.losses(c.approach)) is not None]
     x = np.geomspace(max(r[0] for r in ranges), min(r[1] for r in ranges), 41)[1:-1]
     found = [saving(one, two, c.approach, float(loss)) for loss in x]
-    ends = [[math.nan if v is None else v for v in (e.value, e.low, e.high)] for e in found]
+    ends = [[math.nan if v is None else v for v in (e.mean, e.low, e.high)] for e in found]
     return x, *np.array(ends).T
 
 

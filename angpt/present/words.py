@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from angpt.studies.results import Interval, SpeedUp
+from angpt.stats import Interval
 
 LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
@@ -36,13 +36,10 @@ def interval(value: Interval, digits: int) -> str:
     return f"{mean} ± {(value.high - value.low) / 2:.{digits}f}"
 
 
-def speedup(value: SpeedUp) -> str:
+def speedup(value: float, low: float | None = None, high: float | None = None, relation: str = "=") -> str:
     """1.42× [1.31, 1.55]; where only a bound is known, > 1.80×."""
-    bound = "" if value.relation == "=" else f"{value.relation} "
-    text = f"{bound}{value.value:.2f}×"
-    if value.low is None or value.high is None:
-        return text
-    return f"{text} [{value.low:.2f}, {value.high:.2f}]"
+    text = f"{'' if relation == '=' else relation + ' '}{value:.2f}×"
+    return text if low is None or high is None else f"{text} [{low:.2f}, {high:.2f}]"
 
 
 def overhead(value: Interval, digits: int = 1) -> str:

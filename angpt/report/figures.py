@@ -11,7 +11,8 @@ from angpt.present.charts import Absent, Chart, Row
 from angpt.present.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.present.words import interval, label, listed, overhead, quantity, speedup
 from angpt.report.records import Evaluation, RunRecords, Study
-from angpt.studies.results import Cell, Cost, Interval, SpeedUp
+from angpt.stats import Interval
+from angpt.studies.results import Cell, Cost, SpeedUp
 
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""
@@ -217,7 +218,7 @@ def _describe(cell: Cell) -> str:
     assert cell.val_loss is not None
     text = f"{label(cell.architecture)} at {quantity(cell.budget)} tokens: loss {interval(cell.val_loss, 4)}"
     if cell.speedup_tokens is not None:
-        text += f", {speedup(cell.speedup_tokens)} in tokens"
+        text += f", {speedup(**vars(cell.speedup_tokens))} in tokens"
     return text
 
 

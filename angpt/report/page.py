@@ -8,17 +8,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.layers import alphas, input_norms, row_norms
 from angpt.present.style import looks
 from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
-from angpt.report.layer_figures import alphas, input_norms, row_norms
-from angpt.report.records import Study, read_study
+from angpt.report.records import Study, layer_histories, read_study
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
 from angpt.studies.results import Cell, Result
 from angpt.system import write_atomically
-
-FIGURES = (loss_curves, budgets, input_norms, alphas, row_norms, costs)
 
 ENVIRONMENT = {
     "angpt": "angpt",
@@ -49,7 +47,9 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
     material = read_study(runs, result)
     figures = out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    charts = [make(material) for make in FIGURES]
+    layers = layer_histories(material)
+    charts = [loss_curves(material), budgets(material), input_norms(layers), alphas(layers), row_norms(layers)]
+    charts.append(costs(material))
     drawn: list[Drawn | Absent] = [write_chart(c, figures) if isinstance(c, Chart) else c for c in charts]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

@@ -7,6 +7,8 @@ from typing import Any
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.present.layers import LayerHistory
+from angpt.present.words import label
 from angpt.studies.results import Result, RunResult
 from angpt.training.run import Run, Summary
 
@@ -31,18 +33,6 @@ class RunRecords:
 
 
 @dataclass(frozen=True)
-class LayerHistory:
-    """What a run recorded of its layers, and how figures call it."""
-
-    label: str
-    architecture: str
-    run: str
-    budget: int
-    seed: int
-    records: tuple[dict[str, Any], ...]
-
-
-@dataclass(frozen=True)
 class Study:
     """Everything that the page shows."""
 
@@ -61,6 +51,16 @@ class Study:
             return -run.result.budget, run.result.status == "diverged", run.result.seed
 
         return min(self.of(architecture), key=order, default=None)
+
+
+def layer_histories(study: Study) -> list[LayerHistory]:
+    """What the run that stands for each architecture recorded of its layers."""
+    runs = [run for a in study.result.architectures if (run := study.representative(a)) is not None]
+    return [
+        LayerHistory(label(r.architecture), r.architecture, r.name, r.budget, r.seed, run.layers)
+        for run in runs
+        for r in [run.result]
+    ]
 
 
 def read_study(folders: Sequence[Path], result: Result) -> Study:

@@ -10,16 +10,14 @@ from pathlib import Path
 
 from rich import box
 from rich.table import Table
-from scipy import stats
 
 from angpt.errors import UserError
 from angpt.present.words import interval, label, overhead, plural
+from angpt.stats import Deviation, Interval, deviations, geometric_mean, relative_change
 from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, baseline, budget_name, budget_tokens, sized
 from angpt.studies.jobs import State, ended, state_of
-from angpt.studies.results import Interval
 from angpt.studies.search import Optimum, optimum
-from angpt.studies.speedup import CONFIDENCE, Deviation, mean_loss, pooled_deviation
 from angpt.studies.study import Study
 from angpt.studies.summarise import summarise
 from angpt.system import write_atomically
@@ -27,8 +25,6 @@ from angpt.training.plan import count
 
 EDGE = {-1: " ↓", 0: "", 1: " ↑"}
 """Beside a value that is the lowest or highest of those tried."""
-WILD = 0.001
-"""Probability below which a group of runs is taken not to vary as the others do."""
 
 
 @dataclass(frozen=True)
@@ -167,40 +163,11 @@ def _row(config: StudyConfig, c: Chosen, base: Chosen | None, spread: dict[Group
         points=c.points,
         seeds=len(c.runs),
         diverged=c.diverged,
-        val_loss=mean_loss(c.losses, spread[c.group]) if c.losses else None,
-        change=change(c.losses, base.losses, spread[c.group], spread[base.group]) if base and c.losses else None,
+        val_loss=geometric_mean(c.losses, spread[c.group]) if c.losses else None,
+        change=relative_change(c.losses, base.losses, spread[c.group], spread[base.group])
+        if base and c.losses
+        else None,
     )
-
-
-def deviations(groups: Sequence[Sequence[float]]) -> list[Deviation]:
-    """The deviation between seeds of each group: pooled over all, but for those that vary far more than the others do
-    (F test), such as a variant that is about to diverge. They have their own, and leave the others' alone."""
-    own = [pooled_deviation([group]) for group in groups]
-    order = sorted((i for i, d in enumerate(own) if d.freedom), key=lambda i: own[i].value)
-    wild: list[int] = []
-    for first in range(len(order) - 1, len(order) // 2 - 1, -1):  # at most the wider half
-        rest = pooled_deviation([groups[i] for i in order[:first]])
-        if rest.freedom and rest.value:
-            ratio, freedom = (own[order[first]].value / rest.value) ** 2, own[order[first]].freedom
-            if stats.f.sf(ratio, freedom, rest.freedom) * len(order) < WILD:
-                wild = order[first:]
-    pooled = pooled_deviation([group for i, group in enumerate(groups) if i not in wild])
-    return [own[i] if i in wild else pooled for i in range(len(groups))]
-
-
-def change(losses: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation) -> Interval:
-    """The ratio of two geometric means, less one, with its interval; where their deviations differ, Welch's."""
-    log = sum(map(math.log, losses)) / len(losses) - sum(map(math.log, base)) / len(base)
-    parts = [(d.value**2 / n, d.freedom) for d, n in ((spread, len(losses)), (base_spread, len(base)))]
-    variance = sum(part for part, _ in parts)
-    if min(freedom for _, freedom in parts) == 0:
-        return Interval(math.expm1(log), None, None, len(losses))
-    if spread == base_spread or variance == 0:
-        freedom = float(spread.freedom)
-    else:
-        freedom = variance**2 / sum(part**2 / freedom for part, freedom in parts)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * math.sqrt(variance)
-    return Interval(math.expm1(log), math.expm1(log - half), math.expm1(log + half), len(losses))
 
 
 def _run(study: Study, point: Point) -> RunOutcome:

@@ -8,19 +8,10 @@ from typing import Literal, Self
 
 from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.stats import Interval
 from angpt.system import write_atomically
 
 RunStatus = Literal["finished", "diverged", "interrupted", "waiting"]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds with its 95 % confidence interval (Student's t); no interval from a single seed."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    n: int
 
 
 @dataclass(frozen=True)

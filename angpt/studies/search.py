@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from angpt.stats import edge
+
 Limits = Sequence[float]
 """Lowest and highest value to go to; empty for a grid that stays as it is."""
 Loss = Callable[[int, float], float | None]
@@ -30,11 +32,7 @@ class Optimum:
 
 def side(losses: Mapping[float, float]) -> int:
     """Which edge of the grid the best value lies on. Of equal losses the one inside counts."""
-    values = sorted(losses)
-    if len(values) == 1:
-        return 0
-    best = min(values, key=lambda v: (losses[v], v in (values[0], values[-1])))
-    return -1 if best == values[0] else 1 if best == values[-1] else 0
+    return edge([losses[value] for value in sorted(losses)])[1]
 
 
 def beyond(losses: Mapping[float, float], limits: Limits) -> float | None:
@@ -42,11 +40,11 @@ def beyond(losses: Mapping[float, float], limits: Limits) -> float | None:
 
     Where every value diverged, lower ones are tried.
     """
-    edge = -1 if all(map(math.isinf, losses.values())) else side(losses)
-    if not limits or len(losses) < 2 or edge == 0:
+    at = -1 if all(map(math.isinf, losses.values())) else side(losses)
+    if not limits or len(losses) < 2 or at == 0:
         return None
     values = sorted(losses)
-    value = values[0] * values[0] / values[1] if edge < 0 else values[-1] * values[-1] / values[-2]
+    value = values[0] * values[0] / values[1] if at < 0 else values[-1] * values[-1] / values[-2]
     low, high = limits
     slack = 1e-6  # a limit that is itself a value of the grid must not fall to rounding
     return value if low * (1 - slack) <= value <= high * (1 + slack) else None

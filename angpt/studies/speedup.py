@@ -5,8 +5,8 @@ The baseline's complete runs at several budgets, each with its own schedule, giv
 linear interpolation of logarithms, over what the other used. Outside of the curve's range only a bound is known.
 
 Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
-every architecture and budget of one comparison, and estimated from all of them together (`pooled_deviation`). With two
-or three seeds each, this is the difference between a useful interval and none.
+every architecture and budget of one comparison, and estimated from all of them together (`stats.pooled_deviation`).
+With two or three seeds each, this is the difference between a useful interval and none.
 """
 
 import itertools
@@ -14,57 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
-
-from angpt.studies.results import Interval, SpeedUp
-
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True)
-class Deviation:
-    """Standard deviation of a logarithm between seeds, and the degrees of freedom that it was estimated with."""
-
-    value: float
-    freedom: int
-
-    def half_width(self, scale: float) -> float | None:
-        """Of the confidence interval for a quantity whose standard error is `scale` times the deviation."""
-        if self.freedom == 0:
-            return None
-        return float(stats.t.ppf((1 + CONFIDENCE) / 2, self.freedom)) * scale * self.value
-
-
-def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
-    """From the values of each group of runs that differ in the seed alone."""
-    squares, freedom = 0.0, 0
-    for values in groups:
-        logs = [math.log(x) for x in values]
-        if logs:
-            mean = sum(logs) / len(logs)
-            squares += sum((x - mean) ** 2 for x in logs)
-            freedom += len(logs) - 1
-    return Deviation(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
-
-
-def mean_loss(losses: Sequence[float], deviation: Deviation) -> Interval:
-    """The geometric mean over seeds and its interval."""
-    n, log = len(losses), _mean_log(losses)
-    half = deviation.half_width(1 / math.sqrt(n))
-    if half is None:
-        return Interval(math.exp(log), None, None, n)
-    return Interval(math.exp(log), math.exp(log - half), math.exp(log + half), n)
-
-
-def mean_of(values: Sequence[float]) -> Interval:
-    """The mean and its interval from the values' own spread."""
-    n = len(values)
-    mean = sum(values) / n
-    if n == 1:
-        return Interval(mean, None, None, 1)
-    error = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1) / n)
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) * error
-    return Interval(mean, mean - half, mean + half, n)
+from angpt.stats import Deviation, mean_log
+from angpt.studies.results import SpeedUp
 
 
 @dataclass(frozen=True)
@@ -77,15 +28,11 @@ class Point:
 
     @property
     def used(self) -> float:
-        return math.exp(_mean_log(self.uses))
+        return math.exp(mean_log(self.uses))
 
     @property
     def log_loss(self) -> float:
-        return _mean_log(self.losses)
-
-
-def _mean_log(values: Sequence[float]) -> float:
-    return sum(math.log(x) for x in values) / len(values)
+        return mean_log(self.losses)
 
 
 def speed_up(baseline: Sequence[Point], other: Point, losses: Deviation, uses: Deviation) -> SpeedUp | None:
@@ -125,9 +72,3 @@ def falling(points: Sequence[Point]) -> list[Point]:
         if not curve or point.log_loss < curve[-1].log_loss:
             curve.append(point)
     return curve
-
-
-def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> bool | None:
-    """Whether the means of two groups of losses are apart at this confidence; None where that cannot be said."""
-    half = deviation.half_width(math.sqrt(1 / len(one) + 1 / len(two)))
-    return None if half is None else abs(_mean_log(one) - _mean_log(two)) > half

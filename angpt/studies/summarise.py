@@ -5,8 +5,9 @@ from pathlib import Path
 
 from angpt.config import TrainConfig, parse_budget
 from angpt.present.words import label, quantity
-from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, RunStatus, SpeedUp
-from angpt.studies.speedup import Point, differ, mean_loss, mean_of, pooled_deviation, speed_up
+from angpt.stats import Interval, differ, geometric_mean, mean_interval, pooled_deviation
+from angpt.studies.results import Cell, Cost, Result, RunResult, RunStatus, SpeedUp
+from angpt.studies.speedup import Point, speed_up
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 
@@ -44,7 +45,7 @@ def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result
         Cell(
             architecture=architecture,
             budget=budget,
-            val_loss=mean_loss(by_tokens[key].losses, deviation) if key in by_tokens else None,
+            val_loss=geometric_mean(by_tokens[key].losses, deviation) if key in by_tokens else None,
             diverged=sum(r.status == "diverged" for r in found if (r.architecture, r.budget) == (architecture, budget)),
             speedup_tokens=compared(by_tokens, key),
             speedup_seconds=compared(by_seconds, key),
@@ -117,9 +118,9 @@ def _costs(
         if name in milliseconds:
             own = milliseconds[name]
             ratios = [own[key] / base[key] - 1 for key in own if key in base]
-            overhead: Interval | None = mean_of(ratios) if ratios and name != baseline else None
+            overhead: Interval | None = mean_interval(ratios) if ratios and name != baseline else None
             largest = max(memory[name]) if name in memory else None
-            costs.append(Cost(name, parameters[name], mean_of(list(own.values())), overhead, largest))
+            costs.append(Cost(name, parameters[name], mean_interval(list(own.values())), overhead, largest))
     return tuple(costs)
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from angpt.bench import optimizer
-from angpt.bench.measure import Interval, in_turns, median, orders, ratio
+from angpt.bench.measure import in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.variants import build
+from angpt.stats import Interval
 
 
 def test_turns_are_taken_in_all_orders():
@@ -34,7 +35,7 @@ def test_median_and_quartiles():
 def test_drift_cancels_in_a_ratio_of_rounds():
     drift = np.exp(np.random.default_rng(0).normal(0, 0.3, 40))
     found = ratio((1.02 * drift).tolist(), drift.tolist())
-    assert (found.value, found.low, found.high) == pytest.approx((1.02, 1.02, 1.02))
+    assert (found.mean, found.low, found.high) == pytest.approx((1.02, 1.02, 1.02))
 
 
 def test_an_interval_of_a_ratio_covers_the_truth():

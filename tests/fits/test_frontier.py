@@ -58,7 +58,7 @@ def test_exponents_without_noise(design, law):
     for compute in (2e19, 2e20):
         n = np.geomspace(1e7, 1e10, 20_001)
         best = n[np.argmin(law.loss(n, compute / (6 * n)))]
-        assert found.parameters.at(compute).value == pytest.approx(best, rel=0.05)
+        assert found.parameters.at(compute).mean == pytest.approx(best, rel=0.05)
 
 
 @pytest.mark.parametrize(("design", "noise"), [("grid", 0.002), ("fine grid", 0.004), ("multiples", 0.001)])
@@ -74,7 +74,7 @@ def test_intervals_cover_the_truth(design, noise):
                 found.parameters.slope.covers(truth["parameters"]),
                 found.tokens.slope.covers(truth["tokens"]),
                 found.loss.slope.covers(truth["loss"]),
-                found.loss.at(middle).covers(clean.at(middle).value),
+                found.loss.at(middle).covers(clean.at(middle).mean),
             ]
         )
     assert np.sum(hits, axis=0).min() >= 90, np.sum(hits, axis=0)
@@ -87,7 +87,7 @@ def test_noise_hardly_lowers_the_loss():
     for seed in range(30):
         sample = DESIGNS["fine grid"](FREE, noise=noise, seed=seed)
         found = fit(sample).loss
-        low.append(found.level - math.log(clean.at(math.exp(found.center)).value))
+        low.append(found.level - math.log(clean.at(math.exp(found.center)).mean))
         middle = np.flatnonzero(np.isclose(sample.compute, np.unique(sample.compute)[10]))
         raw.append(sample.log_loss[middle].min() - np.log(FREE.loss(sample.parameters, sample.tokens))[middle].min())
     assert np.mean(raw) < -0.5 * noise

@@ -35,8 +35,8 @@ def test_the_planted_laws_without_noise(batches, rates, method):
     law = trend(found)
     assert law.batch_tokens.exponent == pytest.approx(VALLEY.batch[1], abs=0.01)
     assert law.lr.exponent == pytest.approx(VALLEY.lr[1], abs=0.01)
-    assert law.batch_tokens.at(1e8).value == pytest.approx(VALLEY.batch[0], rel=0.01)
-    assert law.lr.at(1e8).value == pytest.approx(VALLEY.lr[0], rel=0.01)
+    assert law.batch_tokens.at(1e8).mean == pytest.approx(VALLEY.batch[0], rel=0.01)
+    assert law.lr.at(1e8).mean == pytest.approx(VALLEY.lr[0], rel=0.01)
     for n, optimum in zip(SIZES, optima(found), strict=True):
         assert (optimum.batch_tokens, optimum.lr) == pytest.approx(VALLEY.best(n), rel=0.01)
         assert optimum.method == method
@@ -187,7 +187,7 @@ def test_several_budgets_need_a_choice():
         fit(records + longer)
     assert trend(fit(records + longer, multiple=20)).lr == trend(fit(records)).lr
     halved = trend(fit(records + longer, multiple=40)).lr
-    assert halved.at(1e8).value == pytest.approx(VALLEY.lr[0] / 2, rel=0.01)
+    assert halved.at(1e8).mean == pytest.approx(VALLEY.lr[0] / 2, rel=0.01)
     with pytest.raises(UserError, match="no run has this many tokens per parameter"):
         fit(records, multiple=7)
 
@@ -200,7 +200,7 @@ def test_leaving_one_out():
     others = fit([r for r in sweep_records(VALLEY, SIZES, 0.002) if r.parameters != SIZES[1]])
     expected = trend(others).lr.at(SIZES[1], new=True)
     at = found.sizes[1].optimum.lr
-    assert (left[1].lr.value, left[1].lr.low) == pytest.approx((expected.value / at, expected.low / at))
+    assert (left[1].lr.mean, left[1].lr.low) == pytest.approx((expected.mean / at, expected.low / at))
 
 
 def rules(path):

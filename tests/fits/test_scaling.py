@@ -61,9 +61,9 @@ def test_the_numbers_of_the_paper():
             for what, (prefactor, exponent) in laws.items():
                 law = found.of(name).law(approach, what)
                 assert law.exponent == pytest.approx(exponent, abs=5e-7)
-                assert law.prefactor.value == pytest.approx(prefactor, rel=5e-6)
+                assert law.prefactor.mean == pytest.approx(prefactor, rel=5e-6)
             assert found.of(name).law(approach, "loss").exponent == pytest.approx(-0.055, abs=1e-6)
-            assert found.of(name).law(approach, "loss").prefactor.value == pytest.approx(30, rel=1e-5)
+            assert found.of(name).law(approach, "loss").prefactor.mean == pytest.approx(30, rel=1e-5)
     noisy = fit_scaling(average(paper_records(0.002)), options(counting=Counting("given")))
     for name, laws in PAPER.items():
         for what, (prefactor, exponent) in laws.items():
@@ -80,9 +80,9 @@ def test_compute_saved_without_noise(approach):
     assert (comparison.baseline, comparison.other, comparison.problem) == ("gpt+", "angpt", None)
     expected = 0.93 ** (-1 / Law().exponents["loss"])
     for saving in comparison.savings:
-        assert saving.factor.value == pytest.approx(expected, rel=0.02)
+        assert saving.factor.mean == pytest.approx(expected, rel=0.02)
     for e in comparison.exponents:
-        assert e.difference.estimate.value == pytest.approx(0, abs=0.005)
+        assert e.difference.estimate.mean == pytest.approx(0, abs=0.005)
 
 
 @pytest.mark.parametrize(

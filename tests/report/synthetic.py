@@ -12,7 +12,8 @@ import numpy as np
 from angpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from angpt.data.tokenizers import load_tokenizer
 from angpt.models.variants import build
-from angpt.studies.results import Cell, Cost, Interval, Result, RunResult, SpeedUp
+from angpt.stats import Interval
+from angpt.studies.results import Cell, Cost, Result, RunResult, SpeedUp
 from angpt.training import checkpoint
 from angpt.training.layers import layer_scalars
 from angpt.training.run import Run, Summary

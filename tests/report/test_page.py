@@ -11,7 +11,8 @@ import pytest
 from angpt.errors import UserError
 from angpt.present import words as text
 from angpt.report import inside, write_report
-from angpt.studies.results import Interval, Result, SpeedUp
+from angpt.stats import Interval
+from angpt.studies.results import Result
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -252,7 +253,7 @@ def test_numbers_read_well() -> None:
     assert [text.duration(s) for s in (1.25, 119, 150, 7300)] == ["1.2 s", "119.0 s", "2.5 min", "2.0 h"]
     assert text.interval(Interval(2.34567, None, None, 1), 4) == "2.3457"
     assert text.overhead(Interval(-0.0312, -0.041, -0.021, 3)) == "−3.1 % ± 1.0 %"
-    assert text.speedup(SpeedUp(1.7999, None, None, ">")) == "> 1.80×"
+    assert text.speedup(1.7999, relation=">") == "> 1.80×"
     assert text.label("angpt/no-lerp") == "anGPT no-lerp"
 
 

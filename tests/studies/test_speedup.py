@@ -3,7 +3,8 @@ import math
 import numpy as np
 import pytest
 
-from angpt.studies.speedup import Deviation, Point, differ, falling, mean_loss, mean_of, pooled_deviation, speed_up
+from angpt.stats import Deviation, pooled_deviation
+from angpt.studies.speedup import Point, falling, speed_up
 
 NONE = Deviation(0.0, 0)
 EXACT = Deviation(0.0, 100)
@@ -65,19 +66,6 @@ def test_the_interval_covers_the_truth_when_the_clock_is_noisy():
     assert 0.90 * 300 <= covered <= 0.99 * 300
 
 
-def test_differences_are_told_from_noise():
-    rng = np.random.default_rng(2)
-    wrong = right = 0
-    for _ in range(300):
-        groups = [np.exp(rng.normal(mean, 0.01, size=3)) for mean in (1.0, 1.0, 1.03)]
-        deviation = pooled_deviation(groups)
-        wrong += differ(groups[0], groups[1], deviation)
-        right += differ(groups[0], groups[2], deviation)
-    assert wrong < 0.08 * 300
-    assert right > 0.7 * 300
-    assert differ([1.0], [2.0], pooled_deviation([[1.0], [2.0]])) is None
-
-
 def test_outside_of_the_curve_it_is_a_bound():
     better = speed_up(baseline(), Point((2e10,), (loss(1e12),)), NONE, NONE)
     assert (better.relation, better.value) == (">", pytest.approx(3.5))
@@ -96,23 +84,3 @@ def test_one_budget_gives_bounds_only():
 def test_a_budget_that_did_not_help_is_left_out():
     points = [Point((2,), (3.0,)), Point((1,), (4.0,)), Point((4,), (3.1,)), Point((8,), (2.5,))]
     assert [p.uses[0] for p in falling(points)] == [1, 2, 8]
-
-
-def test_pooled_deviation():
-    rng = np.random.default_rng(0)
-    groups = [np.exp(rng.normal(i, 0.02, size=3)) for i in range(400)]
-    found = pooled_deviation(groups)
-    assert found.freedom == 800
-    assert found.value == pytest.approx(0.02, rel=0.05)
-    assert pooled_deviation([[1.0], [2.0]]).half_width(1) is None
-
-
-def test_means():
-    found = mean_loss([2.0, 8.0], Deviation(0.1, 4))
-    assert found.mean == pytest.approx(4)
-    assert math.log(found.high / found.mean) == pytest.approx(2.776 * 0.1 / math.sqrt(2), rel=1e-3)
-    assert (mean_loss([2.0], NONE).low, mean_loss([2.0], NONE).n) == (None, 1)
-    plain = mean_of([1.0, 2.0, 3.0])
-    assert plain.mean == 2
-    assert plain.high - 2 == pytest.approx(4.303 / math.sqrt(3), rel=1e-3)
-    assert mean_of([1.0]).low is None

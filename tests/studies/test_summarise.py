@@ -1,6 +1,7 @@
 import pytest
 
-from angpt.studies.results import Cell, Cost, Interval, SpeedUp
+from angpt.stats import Interval
+from angpt.studies.results import Cell, Cost, SpeedUp
 from angpt.studies.summarise import verdict
 
 

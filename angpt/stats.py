@@ -1,0 +1,184 @@
+"""Statistics: confidence intervals, the deviation between seeds, tests of a difference, and the edge of a grid."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+CONFIDENCE = 0.95
+OUTLIER = 0.001
+"""Probability below which a group of runs is taken to vary more than the others do."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate (a mean unless stated otherwise) and its 95 % interval, None where the data do not give one."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    """Number of seeds, where it is a mean over seeds."""
+
+    @classmethod
+    def around(cls, mean: float, error: float, freedom: float, n: int | None = None) -> Self:
+        """The interval by Student's t of an estimate with this standard error and these degrees of freedom."""
+        if freedom <= 0:
+            return cls(mean, n=n)
+        half = quantile(freedom) * error
+        return cls(mean, mean - half, mean + half, n)
+
+    def map(self, function: Callable[[float], float]) -> "Interval":
+        """The interval of a rising function of the quantity."""
+        low, high = (None if x is None else function(x) for x in (self.low, self.high))
+        return Interval(function(self.mean), low, high, self.n)
+
+    def exp(self) -> "Interval":
+        """The interval of a quantity whose logarithm this is."""
+        return self.map(lambda x: math.exp(min(x, 700.0)))
+
+    def times(self, factor: float) -> "Interval":
+        """The interval of a positive multiple."""
+        return self.map(lambda x: factor * x)
+
+    def covers(self, truth: float) -> bool:
+        return self.low is not None and self.high is not None and self.low <= truth <= self.high
+
+
+def quantile(freedom: float) -> float:
+    """The value that Student's t exceeds in size with a probability of 5 %."""
+    from scipy import stats
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean and its interval from the spread of the values themselves."""
+    n = len(values)
+    error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
+    return Interval.around(float(np.mean(values)), error, n - 1, n)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Standard deviation of a logarithm between seeds, and the degrees of freedom that it was estimated with."""
+
+    value: float
+    freedom: int
+
+    def half_width(self, scale: float) -> float | None:
+        """Half of the confidence interval for a quantity whose standard error is `scale` times the deviation."""
+        return None if self.freedom == 0 else quantile(self.freedom) * scale * self.value
+
+
+def mean_log(values: Sequence[float]) -> float:
+    return sum(math.log(x) for x in values) / len(values)
+
+
+def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
+    """The deviation of the logarithms within groups of runs that differ in the seed alone, taken as equal in all."""
+    squares, freedom = 0.0, 0
+    for values in groups:
+        if len(values):
+            center = mean_log(values)
+            squares += sum((math.log(x) - center) ** 2 for x in values)
+            freedom += len(values) - 1
+    return Deviation(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
+
+
+def deviations(groups: Sequence[Sequence[float]]) -> list[Deviation]:
+    """The deviation between seeds of each group: pooled over all groups except outliers, which get their own.
+
+    A group is an outlier where an F test says that it varies far more than the others do, such as a variant that is
+    close to divergence.
+    """
+    from scipy import stats
+
+    own = [pooled_deviation([group]) for group in groups]
+    order = sorted((i for i, d in enumerate(own) if d.freedom), key=lambda i: own[i].value)
+    outliers: list[int] = []
+    for first in range(len(order) - 1, len(order) // 2 - 1, -1):  # at most the wider half
+        rest = pooled_deviation([groups[i] for i in order[:first]])
+        if rest.freedom and rest.value:
+            ratio, freedom = (own[order[first]].value / rest.value) ** 2, own[order[first]].freedom
+            if stats.f.sf(ratio, freedom, rest.freedom) * len(order) < OUTLIER:
+                outliers = order[first:]
+    pooled = pooled_deviation([group for i, group in enumerate(groups) if i not in outliers])
+    return [own[i] if i in outliers else pooled for i in range(len(groups))]
+
+
+def geometric_mean(values: Sequence[float], deviation: Deviation) -> Interval:
+    """The geometric mean over seeds, with the interval that the deviation of the logarithms gives it."""
+    n = len(values)
+    return Interval.around(mean_log(values), deviation.value / math.sqrt(n), deviation.freedom, n).exp()
+
+
+def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Standard error and degrees of freedom (Welch) of a sum of independent estimates (error, degrees of freedom)."""
+    total = sum(error**2 for error, _ in parts)
+    if any(freedom <= 0 for _, freedom in parts):
+        return math.sqrt(total), 0.0
+    below = sum(error**4 / freedom for error, freedom in parts)
+    return math.sqrt(total), total**2 / below if below else math.inf
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two independent estimates, by Welch's test."""
+
+    estimate: Interval
+    p_value: float | None
+    """Probability of a difference at least this large if there were none."""
+
+
+def difference(one: tuple[float, float, float], two: tuple[float, float, float]) -> Difference:
+    """two − one, each as (value, standard error, degrees of freedom)."""
+    from scipy import stats
+
+    error, freedom = welch([one[1:], two[1:]])
+    value = two[0] - one[0]
+    ratio = 0.0 if value == 0 else abs(value) / max(error, 1e-300)
+    p_value = 2 * float(stats.t.sf(ratio, freedom)) if freedom > 0 else None
+    return Difference(Interval.around(value, error, freedom), p_value)
+
+
+def relative_change(
+    values: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation
+) -> Interval:
+    """The ratio of two geometric means, minus one, with its interval; Welch's where the deviations differ."""
+    errors = spread.value / math.sqrt(len(values)), base_spread.value / math.sqrt(len(base))
+    error, freedom = welch([(errors[0], spread.freedom), (errors[1], base_spread.freedom)])
+    if spread == base_spread:
+        freedom = spread.freedom
+    return Interval.around(mean_log(values) - mean_log(base), error, freedom, len(values)).map(math.expm1)
+
+
+def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> bool | None:
+    """True if the geometric means of two groups differ at this confidence; None where that cannot be decided."""
+    change = relative_change(one, two, deviation, deviation)
+    return None if change.low is None else not change.covers(0.0)
+
+
+def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None:
+    """Pearson's correlation, or Spearman's of the ranks; None where x or y does not vary."""
+    from scipy import stats
+
+    if np.size(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    return float((stats.spearmanr if ranks else stats.pearsonr)(x, y).statistic)
+
+
+def edge(values: ArrayLike) -> tuple[int, int]:
+    """The index of the lowest value of a grid, and the edge that it lies on: −1 the first, 1 the last, 0 neither.
+
+    Of equal values the one inside counts. A grid of one value has no edge.
+    """
+    found = np.asarray(values, float)
+    last = len(found) - 1
+    hits = np.flatnonzero(found == found.min())
+    inside = hits[(hits > 0) & (hits < last)]
+    best = int((inside if len(inside) else hits)[0])
+    return best, 0 if 0 < best < last or last == 0 else -1 if best == 0 else 1
