@@ -127,7 +127,7 @@ def analyse_run(
     """One run. What needs the text goes through the model once, for all parts together."""
     run = Run.open(path)
     config, stored = run.config(), open_source(path)
-    state = checkpoint.read_state(stored.weights[0].parent, verify=False)
+    state = checkpoint.read_state(stored.weights[0], verify=False)
     history = History.read(run, "layers")
     needs_text = any(part in parts for part in ("norms", "factors", "robustness", "attention"))
     needs_data = needs_text or "learned" in parts

@@ -186,7 +186,7 @@ class Subject:
 
 def record_alike(subjects: Sequence[Subject]) -> None:
     """A CUDA graph for each where `angpt train` would make one for any of them: near the border they would differ."""
-    if any(subject.engine.held_up(subject.batch) for subject in subjects):
+    if any(subject.engine.launch_bound(subject.batch) for subject in subjects):
         for subject in subjects:
             subject.engine.record(subject.batch)
 

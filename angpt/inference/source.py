@@ -38,7 +38,7 @@ class Source:
     kind: Literal["run", "folded", "export"]
     cfg: ModelConfig
     weights: tuple[Path, ...]
-    """Files of tensors, or the checkpoint that many ranks have written."""
+    """Files of tensors; of a run, the folder of its newest checkpoint."""
     tokenizer_path: Path | None
     training: Training
 
@@ -123,8 +123,7 @@ def _open_run(path: Path) -> Source:
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
     training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
-    weights = newest / checkpoint.MODEL
-    return Source(path, "run", config.model, (weights if weights.exists() else newest,), tokenizer, training)
+    return Source(path, "run", config.model, (newest,), tokenizer, training)
 
 
 def _open_export(path: Path) -> Source:

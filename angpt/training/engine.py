@@ -95,9 +95,12 @@ class Engine:
         torch.autograd.backward(loss)
         return loss.detach()
 
-    def held_up(self, batch: Batch) -> bool:
-        """Whether launching takes more than half of the time of a pass over such a batch, so that a CUDA graph pays. A
-        pass has been made before; gradients are dropped. Masks of documents have not been tried in graphs: never."""
+    def launch_bound(self, batch: Batch) -> bool:
+        """True if launching kernels takes over half of the time of a pass over such a batch: a CUDA graph pays.
+
+        Call after a first pass; gradients are dropped. Never true of batches with document masks, which have not been
+        tried in graphs.
+        """
         if not self.recordable or batch.documents is not None:
             return False
         with torch.cuda.device(self.device), attention_backends():

@@ -12,7 +12,7 @@ from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.data.loader import count_windows, end_of_text
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
-from angpt.operations import use_kernels
+from angpt.operations import kernels
 from angpt.training import checkpoint
 from angpt.training.hardware import present
 from angpt.training.plan import Plan, make_plan
@@ -74,10 +74,10 @@ def go_on(
 @contextmanager
 def launched(config: TrainConfig) -> Iterator[tuple[Plan, tuple[TokenData, TokenData], Strategy]]:
     """The plan and the data of a run, and the strategy for the processes that the launcher has started."""
-    use_kernels(config.kernels)
     plan = make_plan(config, launched_ranks())
     data = check(plan)
-    with choose_strategy(plan.device, config.parallel, config.shard_ranks, config.timeout) as strategy:
+    strategy = choose_strategy(plan.device, config.parallel, config.shard_ranks, config.timeout)
+    with kernels(config.kernels), strategy:
         yield plan, data, strategy
 
 

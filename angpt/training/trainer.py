@@ -206,7 +206,7 @@ class Trainer:
             batch = next(batches)
         self.engine.backward(batch, self.plan.micro_batch)
         self.engine.optimizer.zero_grad()
-        if self.engine.held_up(first := batch.rows(0, self.plan.micro_batch)):
+        if self.engine.launch_bound(first := batch.rows(0, self.plan.micro_batch)):
             self.engine.record(first)
         self.engine.optimizer.compile_kernels(gathered=self.plan.micro_steps > 1)
         synchronize(self.plan.device)

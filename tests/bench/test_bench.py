@@ -114,6 +114,6 @@ def test_mistakes_are_one_line(arguments, message, capsys):
 
 @pytest.mark.parametrize(("held_up", "recorded"), [((False, False), 0), ((False, True), 2), ((True, False), 2)])
 def test_all_passes_are_graphs_or_none(held_up, recorded):
-    subjects = [mock.Mock(**{"engine.held_up.return_value": value}) for value in held_up]
+    subjects = [mock.Mock(**{"engine.launch_bound.return_value": value}) for value in held_up]
     record_alike(subjects)
     assert sum(subject.engine.record.call_count for subject in subjects) == recorded

@@ -39,6 +39,10 @@ def small(data, architecture="angpt", **overrides):
     return from_dict(TrainConfig, values)
 
 
+DIVERGES = {"optimizer__lr": 1e30, "optimizer__warmup": 0.6, "optimizer__clip": 1e30, "checkpoint_every": 1}
+"""Settings with which GPT+ diverges after a few steps, with a checkpoint after each."""
+
+
 def write_tokens(folder):
     """Raw tokens that can be learned: each follows from the one before it, now and then not."""
     rng = np.random.Generator(np.random.PCG64(0))

@@ -1,15 +1,19 @@
+import hashlib
 import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from angpt.errors import UserError
 from angpt.training import checkpoint
-from angpt.training.checkpoint import State
+from angpt.training.checkpoint import State, Writer
+from angpt.training.strategy import Shard, SingleProcess
 
 STATE = State(
     step=3,
@@ -33,6 +37,91 @@ def test_round_trip(tmp_path):
     assert torch.equal(checkpoint.load_model(path)["w"], MODEL["w"])
     assert checkpoint.load_tensors(path).keys() == (MODEL | OPTIMIZER).keys()
     assert replace(checkpoint.read_state(path), sha256={}) == STATE
+
+
+def test_files_are_what_safetensors_writes(tmp_path):
+    """Byte for byte; of several dtypes, and of tensors without dimensions or elements."""
+    tensors = {
+        "é": torch.randn(3, 5).T, "rng": torch.arange(13, dtype=torch.uint8), "b": torch.tensor(2.0),
+        "a": torch.randn(7).bfloat16(), "empty": torch.zeros(0, 4), "d": torch.zeros(2, dtype=torch.float64),
+    }  # fmt: skip
+    shards = {name: SingleProcess().shard(t) for name, t in tensors.items()}
+    digest = checkpoint.write_file(tmp_path / "ours", shards)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digest == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def writer(tmp_path):
+    return Writer(SingleProcess(), tmp_path, keep=2)
+
+
+def test_a_checkpoint_is_of_the_moment_of_saving(tmp_path, writer, monkeypatch):
+    """However long it takes to write: here until the tensor has changed."""
+    changed, write_file = threading.Event(), checkpoint.write_file
+
+    def slow(*args):
+        assert changed.wait(30)
+        return write_file(*args)
+
+    monkeypatch.setattr(checkpoint, "write_file", slow)
+    weight = torch.arange(6.0).view(2, 3)
+    with writer:
+        for step in (1, 2):
+            changed.clear()
+            writer.save({"w": SingleProcess().shard(weight)}, replace(STATE, step=step))
+            assert checkpoint.newest(tmp_path / "none") is None
+            assert len(checkpoint.found(tmp_path)) == step - 1
+            weight += 1
+            changed.set()
+            writer.finish()
+    for step, path in enumerate(checkpoint.found(tmp_path)):
+        assert torch.equal(checkpoint.load_model(path)["w"], step + torch.arange(6.0).view(2, 3))
+
+
+def test_an_error_of_the_writer_is_raised_by_the_next_save_and_at_the_end(tmp_path, writer, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    shards = {"w": SingleProcess().shard(torch.zeros(2))}
+    writer.save(shards, replace(STATE, step=1))
+    writer.finish()
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    writer.save(shards, replace(STATE, step=2))
+    words = r"step-000000002: .* the disk is full\. The last good one is step-000000001; make room and go on with"
+    with pytest.raises(UserError, match=words):
+        writer.save(shards, replace(STATE, step=3))
+    with pytest.raises(UserError, match=words), writer:
+        pass
+    with pytest.raises(KeyError), writer:  # an error of the loop is not hidden by one of the writer
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+
+
+def test_any_rows_are_read_from_the_files_that_have_them(tmp_path):
+    """A matrix of 7 rows over three ranks as 3, 3, 1; a vector on the first alone."""
+    whole, vector = torch.arange(28.0).view(7, 4), torch.ones(3)
+    for rank in range(3):
+        shards = {"w": Shard(whole[3 * rank : 3 * rank + 3], (7, 4), 3 * rank, True, split=True)}
+        if rank == 0:
+            shards["v"] = Shard(vector, (3,), 0, True)
+        names = checkpoint.write_files(tmp_path, shards, rank, 3)
+        assert f"model-0000{rank + 1}-of-00003.safetensors" in names
+    reader = checkpoint.Reader(tmp_path)
+    assert reader.shape("w") == (7, 4)
+    for first in range(8):
+        for rows in range(8 - first):
+            assert torch.equal(reader.read("w", first, rows), whole[first : first + rows])
+    assert all(torch.equal(checkpoint.load_model(tmp_path)[name], t) for name, t in (("w", whole), ("v", vector)))
+    half = Shard(torch.zeros(3, 4), (7, 4), 2, True, split=True)
+    reader.fill({"w": half, "v": SingleProcess().shard(torch.zeros(3))})
+    assert torch.equal(half.rows, whole[2:5])
+    with pytest.raises(UserError, match="does not fit the model"):
+        reader.fill({"w": half})
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match="lacks rows of w"):
+        checkpoint.load_model(tmp_path)
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -1,12 +1,15 @@
 import re
 import shutil
+from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 
 from angpt.config import to_toml
+from angpt.data.shards import TokenData
 from angpt.errors import UserError
+from angpt.operations import kernels_enabled
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
@@ -144,3 +147,73 @@ def test_the_file_of_a_run_does_not_carry_its_rates_to_another_architecture(data
     code, text = angpt(capsys, "train", "--resume", tmp_path / "one", "--out", tmp_path / "three")
     assert code == 2
     assert "leave out --out" in text
+
+
+def test_a_run_goes_on_with_moved_data_and_other_records(data, tmp_path, capsys):
+    start(small(data), tmp_path / "whole", Quiet())
+    start(small(data), tmp_path / "run", Stops(5))
+    moved = shutil.copytree(data, tmp_path / "moved")
+    options = ["--data.path", moved, "--keep-checkpoints", "1", "--log-every", "2", "--eval-every", "4"]
+    options += ["--layers-every", "0", "--checkpoint-every", "3", "--micro-batch", "8", "--kernels", "off"]
+    code, text = angpt(capsys, "train", "--resume", tmp_path / "run", *options)
+    assert code == 0, text
+    run, whole = Run.open(tmp_path / "run"), Run.open(tmp_path / "whole")
+    config = run.config()
+    assert (config.data.path, config.keep_checkpoints, config.kernels) == (str(moved), 1, "off")
+    assert (config.log_every, config.eval_every, config.layers_every, config.checkpoint_every) == (2, 4, 0, 3)
+    assert len(list(run.checkpoints.iterdir())) == 1
+    losses = [[r["loss"] for r in each.records() if r["kind"] == "train"] for each in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)  # another micro-batch adds up in another order
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--eval-tokens 256",
+        "--record-moments",
+        "--data.tuning-split 0.1",
+        "--precision bf16",
+        "--optimizer.lr 1",
+        "--reduce fp32",
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(data, tmp_path, capsys, option):
+    start(small(data), tmp_path / "run", Stops(5))
+    before = (tmp_path / "run" / "config.toml").read_text()
+    code, text = angpt(capsys, "train", "--resume", tmp_path / "run", *option.split())
+    assert code == 2
+    assert option.split()[0].removeprefix("--").replace("-", "_") in text
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
+    start(small(data), tmp_path / "run", Stops(5))
+    before = (tmp_path / "run" / "config.toml").read_text()
+    other = shutil.copytree(data, tmp_path / "other")
+    (other / "train.bin").write_bytes((other / "train.bin").read_bytes()[:-2])
+    code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--data.path", other)
+    assert code == 2
+    assert "belongs to another data" in text
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_raw_tokens_are_scanned_once(data, tmp_path, monkeypatch):
+    scanned, largest = [], TokenData.max_token.func
+    counting = cached_property(lambda self: scanned.append(self.split) or largest(self))
+    counting.__set_name__(TokenData, "max_token")
+    monkeypatch.setattr(TokenData, "max_token", counting)
+    start(small(data, tokens="512"), tmp_path / "run", Quiet())
+    assert sorted(scanned) == ["train", "val"]
+
+
+def test_kernels_are_off_while_a_run_says_so(data, tmp_path):
+    seen = []
+
+    class Looks(Quiet):
+        def train(self, step, loss, tokens_per_s):
+            seen.append(kernels_enabled())
+
+    for kernels in ("off", "auto"):
+        start(small(data, tokens="512", kernels=kernels), tmp_path / kernels, Looks())
+    assert seen == [False, True]
+    assert kernels_enabled()

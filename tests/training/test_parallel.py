@@ -18,6 +18,7 @@ from angpt.constraints import largest_violation
 from angpt.data.loader import Batch
 from angpt.errors import UserError
 from angpt.models.variants import build
+from angpt.training import reducer
 from angpt.training.engine import Engine
 from angpt.training.plan import make_plan
 from angpt.training.ranks import name_attempt
@@ -42,6 +43,7 @@ class Case:
     recompute: bool = False
     d_ff: int = 42
     compiled: bool = False
+    bucket_bytes: int = reducer.BUCKET_BYTES
 
 
 def batches():
@@ -79,6 +81,7 @@ def full(p):
 
 
 def on_ranks(cases):
+    reducer.BUCKET_BYTES = cases[0].bucket_bytes
     with choose_strategy(torch.device("cpu"), cases[0].strategy, cases[0].shard_ranks, timeout=900) as strategy:
         return [losses_and_norms(case, strategy) for case in cases]
 
@@ -106,6 +109,11 @@ def check(size, cases, rel=1e-5):
 def test_two_ranks(strategy):
     """All architectures on the same global batch, in one pass and in two."""
     check(2, [Case("gpt+", strategy), Case("ngpt", strategy, micro_batch=2), Case("angpt", strategy, micro_batch=2)])
+
+
+def test_several_buckets():
+    """The model has about 60 kB of gradients: some buckets are sent during the backward pass."""
+    check(2, [Case(micro_batch=m, bucket_bytes=10_000) for m in (8, 2)])
 
 
 @pytest.mark.slow

@@ -1,20 +1,26 @@
 """Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
 
+import hashlib
+import json
 import os
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from angpt.config import OptimizerConfig
 from angpt.errors import UserError
 from angpt.inference.source import open_source
 from angpt.training import checkpoint
+from angpt.training.engine import Engine
 from angpt.training.launch import resume, start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from tests.training.conftest import small, without_timing
+from angpt.training.strategy import choose_strategy
+from tests.optim.test_adam import tiny
+from tests.training.conftest import DIVERGES, Stops, parameters, small, without_timing
 from tests.training.ranks import spread
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +85,88 @@ def test_a_damaged_shard_is_noticed(data, tmp_path):
     file.write_bytes(content)
     with pytest.warns(UserWarning, match="the checksum of model-00002-of-00002"):
         assert checkpoint.newest(last.parent).name == "step-000000002"
+
+
+def write_with_dcp(folder, tensors):
+    """What torch.distributed.checkpoint writes of tensors whose matrices are sharded over ranks."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with choose_strategy(torch.device("cpu"), "fsdp", None, 300):
+        mesh = init_device_mesh("cpu", (2,))
+        spread = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim == 2 else t for n, t in tensors.items()}
+        save(spread, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def test_checkpoints_of_torch_distributed_can_still_be_read(data, tmp_path):
+    """The run goes on as from the checkpoint that was rewritten."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert start(small(data, "ngpt", checkpoint_every=100), ours, Stops(5)).status == "interrupted"
+    subprocess.run(["cp", "-r", ours, theirs], check=True)
+    path = checkpoint.newest(theirs / "checkpoints")
+    tensors, state = checkpoint.load_tensors(path), checkpoint.read_state(path)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    spread(write_with_dcp, 2, path, tensors)
+    files = sorted(path.glob("*.safetensors"))
+    assert [file.name[:11] for file in files] == ["shard-00001", "shard-00002"]
+    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    (path / checkpoint.STATE).write_text(json.dumps(asdict(replace(state, sha256=sums))))
+    found = checkpoint.load_tensors(path)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], t) for name, t in tensors.items())
+    for run in (ours, theirs):
+        assert resume(run, Quiet()).status == "finished"
+    assert without_timing(Run(ours)) == without_timing(Run(theirs))
+    assert parameters(Run(ours)) == parameters(Run(theirs))
+
+
+def flip_one_bit(strategy, shard_ranks, victim):
+    """What ranks say of their replicas before and after a bit of a parameter, and of a moment, changes on one rank."""
+    said = []
+    with choose_strategy(torch.device("cpu"), strategy, shard_ranks, 300) as chosen:
+        engine = Engine(tiny("angpt"), OptimizerConfig(weight_decay=0.0), torch.float32, False, strategy=chosen)
+        tensors = engine.tensors()
+        for name in (None, "W_h.weight", "exp_avg_sq/s_z.stored"):
+            if name is not None and chosen.rank == victim:
+                tensors[name].rows.view(-1).view(torch.int32)[-1] ^= 1
+            try:
+                chosen.compare_replicas(tensors)
+                said.append("equal")
+            except UserError as error:
+                said.append(str(error).partition(", which")[0])
+            if name is not None and chosen.rank == victim:
+                tensors[name].rows.view(-1).view(torch.int32)[-1] ^= 1
+    return said
+
+
+@pytest.mark.parametrize(("strategy", "size", "victim", "other"), [("ddp", 3, 0, 1), ("fsdp", 2, 1, 0)])
+def test_a_rank_with_another_bit_is_named(strategy, size, victim, other):
+    """By the majority where there is one. The rows of a sharded matrix are on one rank alone: nothing to compare."""
+    first, *rest = spread(flip_one_bit, size, strategy, None, victim)
+    said = f"rank {victim} differs from rank {other} in"
+    matrix = f"{said} W_h.weight" if strategy == "ddp" else "equal"
+    assert first == ["equal", matrix, f"{said} exp_avg_sq/s_z.stored"]
+    assert all(answer == first for answer in rest)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_are_compared():
+    """Two copies, each over two ranks: 1 and 3 hold the same rows."""
+    for answer in spread(flip_one_bit, 4, "fsdp", 2, 3):
+        assert answer[:2] == ["equal", "rank 3 differs from rank 1 in W_h.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_divergence_keeps_the_last_good_checkpoint(data, tmp_path, strategy):
+    config = small(data, "gpt+", parallel=strategy, **DIVERGES)
+    assert spread(run_on_ranks, 2, config, tmp_path / "run") == ["diverged"] * 2
+    run = Run(tmp_path / "run")
+    assert run.summary().checkpoint == f"step-{run.summary().step - 1:09d}"
+    assert checkpoint.newest(run.checkpoints).name == run.summary().checkpoint
 
 
 @pytest.mark.slow
