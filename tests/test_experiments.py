@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from angpt.models.variants import ARCHITECTURES
+from angpt.present.words import label
 from angpt.studies.executor import Processes
-from angpt.studies.outcome import markdown, outcome
+from angpt.studies.outcome import markdown
 from angpt.studies.progress import ASSUMED_TFLOPS, hours
 from angpt.studies.study import Study
 from tests.training.conftest import write_tokens
@@ -129,9 +130,9 @@ def test_every_small_one_runs(path, tmp_path):
     small = Study(tmp_path / "s", dataclasses.replace(config, grid=grids, baseline_budget=base, train=train))
     small.folder.mkdir()
     small.check(on_this_machine=True)
-    small.execute(Processes(2), lambda *_: None)
-    result = outcome(small)
+    result = small.execute(Processes(2), lambda *_: None)
     assert result.complete, small.failed()
     assert len(result.rows) == len({(s.group) for s in small.searches()})
-    assert all(f"{row.architecture}" for row in result.rows)
-    assert markdown(result).count("\n| ") >= len(result.rows)
+    assert set(result.architectures) == {name for grid in grids for name in grid.architectures}
+    shown = [line.split("|")[1].strip() for line in markdown(result).splitlines() if line.startswith("| ")]
+    assert shown[1:] == [label(row.architecture) for row in result.rows]

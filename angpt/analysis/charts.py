@@ -9,12 +9,8 @@ from matplotlib.figure import Figure
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.history import History
-from angpt.analysis.norms import Norms
-from angpt.analysis.tables import number, span
-from angpt.present.charts import Absent, Chart, Row
-from angpt.present.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
-from angpt.present.words import quantity
-from angpt.report.layer_figures import (
+from angpt.analysis.layer_charts import (
+    LayerHistory,
     depth_bar,
     draw_input_norms,
     draw_row_norms,
@@ -22,7 +18,11 @@ from angpt.report.layer_figures import (
     layer_lines,
     values_of,
 )
-from angpt.report.records import LayerHistory
+from angpt.analysis.norms import Norms
+from angpt.analysis.tables import number, span
+from angpt.present.charts import Absent, Chart, Row
+from angpt.present.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.present.words import quantity
 
 DASHED: Any = (0, (3, 2))
 

@@ -1,6 +1,7 @@
-"""The figures of what happens inside: input norms, α and row norms of the layers through training."""
+"""Figures of what runs recorded of their layers through training: input norms, α and row norms."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ from numpy.typing import NDArray
 
 from angpt.present.charts import Absent, Chart, Row
 from angpt.present.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
-from angpt.present.words import label, quantity
-from angpt.report.records import LayerHistory, Study
+from angpt.present.words import quantity
 
 Values = NDArray[np.float64]
 
@@ -21,8 +21,17 @@ ALPHAS = {"alpha_a": "α of attention", "alpha_m": "α of MLP"}
 NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet)."
 
 
-def input_norms(study: Study) -> Chart | Absent:
-    return draw_input_norms(histories(study))
+@dataclass(frozen=True)
+class LayerHistory:
+    """What a run recorded of its layers, and how figures call it."""
+
+    label: str
+    architecture: str
+    run: str
+    budget: int
+    """Tokens of the run."""
+    seed: int
+    records: tuple[dict[str, Any], ...]
 
 
 def draw_input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
@@ -60,12 +69,12 @@ def draw_input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     )
 
 
-def alphas(study: Study) -> Chart | Absent:
+def draw_alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The interpolation weights of the architectures that have them."""
     heading = "Interpolation weight α of each layer"
-    runs = with_values(histories(study), list(ALPHAS))
+    runs = with_values(found, list(ALPHAS))
     if not runs:
-        recorded = any(run.layers for run in study.runs)
+        recorded = any(run.records for run in found)
         return Absent(heading, "No architecture here has an α." if recorded else NOTHING)
     series = [(run, name, values_of(run, name)) for run in runs for name in ALPHAS if name in run.records[-1]]
     titles = [f"{run.label}, {ALPHAS[name]}" for run, name, _ in series]
@@ -95,10 +104,6 @@ def alphas(study: Study) -> Chart | Absent:
         rows=_layer_rows(runs, list(ALPHAS)),
         draw=draw,
     )
-
-
-def row_norms(study: Study) -> Chart | Absent:
-    return draw_row_norms(histories(study))
 
 
 def draw_row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
@@ -140,16 +145,6 @@ def draw_row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         rows=_layer_rows(runs, list(GROUPS)),
         draw=draw,
     )
-
-
-def histories(study: Study) -> list[LayerHistory]:
-    """Of the run that stands for each architecture."""
-    runs = [run for a in study.result.architectures if (run := study.representative(a)) is not None]
-    return [
-        LayerHistory(label(r.architecture), r.architecture, r.name, r.budget, r.seed, run.layers)
-        for run in runs
-        for r in [run.result]
-    ]
 
 
 def with_values(found: Sequence[LayerHistory], names: Sequence[str]) -> list[LayerHistory]:
