@@ -162,6 +162,15 @@ def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> 
     return None if change.low is None else not change.covers(0.0)
 
 
+def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None:
+    """Pearson's correlation, or Spearman's of the ranks; None where x or y does not vary."""
+    from scipy import stats
+
+    if np.size(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
+    return float((stats.spearmanr if ranks else stats.pearsonr)(x, y).statistic)
+
+
 def edge(values: ArrayLike) -> tuple[int, int]:
     """The index of the lowest value of a grid, and the edge that it lies on: −1 the first, 1 the last, 0 neither.
 

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from angpt.errors import UserError
 
 
@@ -48,13 +45,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def wide_enough(console: Console, *tables: Table) -> Console:
-    """The console, but wide enough for the tables: a terminal breaks long lines better than a table its cells."""
-    options = console.options.update(width=10_000)
-    needed = max(console.measure(table, options=options).maximum for table in tables)
-    return Console(file=console.file, width=max(console.width, needed))
 
 
 def available_cores() -> int:

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from scipy import stats
 from angpt.stats import (
     Deviation,
     Interval,
+    correlation,
     deviations,
     differ,
     difference,
@@ -132,3 +135,32 @@ def test_a_difference_without_freedom_says_so():
     found = difference((1.0, 0.1, 3), (2.0, 0.0, 0))
     assert (found.estimate, found.p_value) == (Interval(1.0), None)
     assert difference((1.0, 0.0, 3), (1.0, 0.0, 3)).p_value == 1.0
+
+
+def test_correlation():
+    assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1)
+    assert correlation([1.0, 2, 4], [3.0, 1, 0]) == pytest.approx(-39 / 42)
+    assert correlation([1.0, 2, 40], [3.0, 1, 0], ranks=True) == pytest.approx(-1)
+    assert correlation([1, 1, 2, 3], [1, 2, 2, 4], ranks=True) == pytest.approx(7.5 / 9)  # ties share their mean rank
+    for ranks in (False, True):
+        assert correlation([1, 2, 3], [1, 1, 1], ranks) is correlation([1], [1], ranks) is None
+
+
+IMPORT = """
+import importlib, pkgutil, sys
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # an import of these is an error now
+import angpt.stats
+for package in map(importlib.import_module, sys.argv[2].split(",")):
+    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if found.name != "angpt.fits.rules":  # which writes the rules of training
+            importlib.import_module(found.name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hidden", "packages"),
+    [("tyro,rich", "angpt.present,angpt.fits"), ("scipy,tyro,torch", "angpt.present")],
+)
+def test_statistics_fits_and_charts_need_no_command_line(hidden, packages):
+    made = subprocess.run([sys.executable, "-c", IMPORT, hidden, packages], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr

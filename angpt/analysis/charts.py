@@ -9,18 +9,10 @@ from matplotlib.figure import Figure
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.history import History
-from angpt.analysis.layer_charts import (
-    LayerHistory,
-    depth_bar,
-    draw_input_norms,
-    draw_row_norms,
-    dress_tokens,
-    layer_lines,
-    values_of,
-)
 from angpt.analysis.norms import Norms
 from angpt.analysis.tables import number, span
 from angpt.present.charts import Absent, Chart, Row
+from angpt.present.layers import LayerHistory, depth_bar, dress_tokens, layer_lines, values_of
 from angpt.present.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
 from angpt.present.words import quantity
 
@@ -44,14 +36,6 @@ def layer_histories(analysis: Analysis, part: str) -> list[LayerHistory]:
         history: History = measured.history if measured else History.empty()
         found.append(LayerHistory(run.label, run.architecture, run.run, run.tokens, run.seed, history.records()))
     return found
-
-
-def input_norms(analysis: Analysis) -> Chart | Absent:
-    return draw_input_norms(layer_histories(analysis, "norms"))
-
-
-def row_norms(analysis: Analysis) -> Chart | Absent:
-    return draw_row_norms(layer_histories(analysis, "norms"))
 
 
 def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:

@@ -1,13 +1,14 @@
 """What the paper says about the inside of its models, and whether it holds for the runs at hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS
 from angpt.analysis.tables import number, percent, span
+from angpt.present.tables import Strong, Table
+from angpt.stats import correlation
 
 ORDER_ONE = 3.0
 """A length is of order 1 if it lies within this factor of it."""
@@ -27,6 +28,11 @@ def claims(analysis: Analysis) -> list[Claim]:
         depth, order_one, sphere, ratios, gamma, rows, alpha, errors, early, warmup, shift,
     )  # fmt: skip
     return [claim for make in makers if (claim := make(analysis)) is not None]
+
+
+def claims_table(found: Sequence[Claim], title: str = "") -> Table:
+    rows = [(claim.paper, claim.here, "yes" if claim.holds else Strong("no")) for claim in found]
+    return Table(("the paper", "here", "holds"), rows, title, prose=True)
 
 
 def run_of(analysis: Analysis, architecture: str, needs: str) -> RunAnalysis | None:
@@ -97,7 +103,7 @@ def gamma(analysis: Analysis) -> Claim | None:
     run = run_of(analysis, "gpt+", "norms")
     if run is None or run.norms is None or "norm_a" not in run.norms.gamma or run.layers < 3:
         return None
-    found = correlation(list(run.norms.gamma["norm_a"]), [s.mean or 0.0 for s in run.norms.stream[:-1]])
+    found = correlation(run.norms.gamma["norm_a"], [s.mean or 0.0 for s in run.norms.stream[:-1]])
     return Claim(
         "γ of GPT+ grows with the norm of the stream, slightly (correlation over layers above 0).",
         f"γ_a: correlation {number(found, 2)}.",
@@ -204,11 +210,3 @@ def peak(run: RunAnalysis) -> float:
     assert run.moments
     found = [g.peak for g in run.moments.groups if g.group in BLOCK_MATRICES]
     return sum(found) / len(found)
-
-
-def correlation(x: list[float], y: list[float]) -> float | None:
-    """Pearson's; None where one does not vary."""
-    n = len(x)
-    a, b = [v - sum(x) / n for v in x], [v - sum(y) / n for v in y]
-    scale = sqrt(sum(v * v for v in a) * sum(v * v for v in b))
-    return sum(v * w for v, w in zip(a, b, strict=True)) / scale if scale > 0 else None

@@ -5,8 +5,6 @@ import math
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.table import Table
 
 from angpt.config import ModelConfig
 from angpt.models import angpt
@@ -21,6 +19,7 @@ from angpt.models.factors import (
     nu_lerp,
 )
 from angpt.models.primitives import LerpFactor
+from angpt.present.tables import Table
 
 ALPHA = 0.05
 INPUTS = 512
@@ -107,47 +106,34 @@ def function_effects() -> dict[str, float]:
 
 
 def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
-    table = Table(
+    rows = [
+        (
+            row.symbol,
+            row.formula,
+            *(f"{value:.4f}" for value in (row.value, row.estimate.nu, row.estimate.mean_inverse)),
+            *(f"{100 * value:.2f}" for value in (row.error, row.estimate.variation)),
+            f"{'yes' if row.matters else 'no'} {row.effect:.0e}",
+        )
+        for row in factor_rows(cfg, draws, seed)
+    ]
+    factors = Table(
+        ("factor", "formula", "ν", "1/√E‖·‖²", "E[1/‖·‖]", "error", "spread", "matters"),
+        rows,
         title=f"Normalizing factors at d_m = {cfg.d_model:,}, d_h = {cfg.d_head}, d_f = {cfg.d_mlp:,}",
-        caption=f"error: of ν against E[1/‖·‖], as in the paper's appendix (α = {ALPHA:g}).\n"
+        note=f"error: of ν against E[1/‖·‖], as in the paper's appendix (α = {ALPHA:g}).\n"
         "spread: std/mean of ‖·‖. Both in %.\n"
         "matters: relative change of the logits when the factor is tripled (float64).\n"
         "A factor that only a norm follows cannot change the function.",
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        left=(0, 1, 7),
     )
-    table.add_column("factor", no_wrap=True)
-    table.add_column("formula", no_wrap=True)
-    for heading in ("ν", "1/√E‖·‖²", "E[1/‖·‖]", "error", "spread"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("matters", no_wrap=True)
-    for row in factor_rows(cfg, draws, seed):
-        e = row.estimate
-        table.add_row(
-            row.symbol,
-            row.formula,
-            f"{row.value:.4f}",
-            f"{e.nu:.4f}",
-            f"{e.mean_inverse:.4f}",
-            f"{100 * row.error:.2f}",
-            f"{100 * e.variation:.2f}",
-            f"{'yes' if row.matters else 'no'} {row.effect:.0e}",
-        )
     rng = torch.Generator().manual_seed(seed)
+    found = {name: activation(cfg.d_mlp, name, max(1, draws // 4), rng) for name in ACTIVATION_ASSUMPTIONS}
     assumptions = Table(
+        ("assumption", "1/√E‖·‖²", "spread %"),
+        [(name, f"{e.nu:.3f}", f"{100 * e.variation:.2f}") for name, e in found.items()],
         title=f"ν_acf = {cfg.nu_acf:g} is quoted; what assumptions give (d = d_f)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
     )
-    assumptions.add_column("assumption")
-    assumptions.add_column("1/√E‖·‖²", justify="right")
-    assumptions.add_column("spread %", justify="right")
-    for name in ACTIVATION_ASSUMPTIONS:
-        e = activation(cfg.d_mlp, name, max(1, draws // 4), rng)
-        assumptions.add_row(name, f"{e.nu:.3f}", f"{100 * e.variation:.2f}")
-    return [table, assumptions]
+    return [factors, assumptions]
 
 
 def draw_concentration(path: Path, seed: int) -> None:

@@ -1,6 +1,5 @@
 """Part 3, learned parameters: α of each layer, |s_z| against the frequency of its token, g of each layer."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 
 from angpt.analysis.history import History
-from angpt.analysis.probe import finite
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
+from angpt.stats import correlation
 
 ALPHAS = ("alpha_a", "alpha_m")
 
@@ -110,25 +109,9 @@ def logit_scale(s_z: NDArray[np.float64], counts: NDArray[np.int64], start: floa
         std=float(s_z.std()),
         negative=negative,
         counted=int(counts.sum()),
-        correlation=rank_correlation(s_z[seen], counts[seen]),
+        correlation=correlation(s_z[seen], counts[seen], ranks=True),
         bins=tuple(bins),
     )
-
-
-def rank_correlation(x: NDArray[np.float64], y: NDArray[np.int64]) -> float | None:
-    """Spearman's: the correlation of ranks, equal values sharing the mean of theirs. None where one does not vary."""
-    if len(x) < 2:
-        return None
-    a, b = _ranks(x), _ranks(y)
-    a, b = a - a.mean(), b - b.mean()
-    scale = math.sqrt(float(a @ a) * float(b @ b))
-    return finite(float(a @ b) / scale) if scale > 0 else None
-
-
-def _ranks(x: NDArray[np.generic]) -> NDArray[np.float64]:
-    _, inverse, count = np.unique(x, return_inverse=True, return_counts=True)
-    ends = np.cumsum(count)
-    return (ends - (count - 1) / 2)[inverse]
 
 
 def _bin(size: NDArray[np.float64], counts: NDArray[np.int64]) -> FrequencyBin:

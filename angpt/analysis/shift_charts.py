@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import looks_of
-from angpt.analysis.layer_charts import depth_bar, layer_lines
 from angpt.analysis.tables import number, percent
 from angpt.present.charts import Absent, Chart
+from angpt.present.layers import depth_bar, layer_lines
 from angpt.present.style import INK, fold_legend, outer_labels, panels, plain_log_axis
 
 MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")

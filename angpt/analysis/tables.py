@@ -1,11 +1,7 @@
 """What was measured, as tables: for the terminal, for Markdown and for the page."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-
-from rich import box
-from rich.table import Table as RichTable
 
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
@@ -15,6 +11,7 @@ from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
 from angpt.analysis.robustness import Robustness, factor
+from angpt.present.tables import Table
 from angpt.present.words import label, quantity
 
 T = TypeVar("T")
@@ -22,44 +19,6 @@ Measured = Sequence[tuple[RunAnalysis, T]]
 """The runs that something was measured of, and what."""
 NONE = "–"
 GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
-
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    """The first is left-aligned, the others to the right."""
-    rows: tuple[tuple[str, ...], ...]
-    note: str
-
-    def rich(self) -> RichTable:
-        table = RichTable(
-            title=self.title,
-            caption=self.note,
-            title_justify="left",
-            caption_justify="left",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        for place, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if place else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def markdown(self) -> str:
-        lines = [
-            markdown_row(self.columns),
-            markdown_row(["---"] + ["---:"] * (len(self.columns) - 1)),
-            *(markdown_row(row) for row in self.rows),
-        ]
-        return "\n".join([f"**{self.title}**", "", *lines, "", self.note])
-
-
-def markdown_row(cells: Iterable[str]) -> str:
-    bar = r"\|"
-    return f"| {' | '.join(cell.replace('|', bar) for cell in cells)} |"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -102,11 +61,11 @@ def streams(runs: Measured[Norms]) -> Table:
         rows.append((run.label, *chosen, span(means), number(run.loss, 4)))
     measured = " or ".join(dict.fromkeys(quantity(run.measured_tokens) for run, _ in runs))
     return Table(
-        "streams",
-        "Length of the residual stream",
         ("", "into the first layer", "middle", "last", "after the last", "range", "loss"),
-        tuple(rows),
+        rows,
+        "Length of the residual stream",
         f"Means over {measured} tokens of validation text.",
+        name="streams",
     )
 
 
@@ -127,13 +86,13 @@ def ratios(runs: Measured[Norms]) -> Table:
                     cells.append(number(value(blocks[places(run.layers)[place]])))
                 rows.append((f"{reading}: {place} {part}", *cells))
     return Table(
-        "ratios",
-        "Mean output norm over mean input norm of the blocks",
         ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run, _ in runs)),
-        tuple(rows),
+        rows,
+        "Mean output norm over mean input norm of the blocks",
         "maps: behind the block's last linear map over in front of its first; update: what the residual stream "
         "receives over the stream; stream: the stream after the update over the stream before. The paper (0.5B) does "
         "not say which it means; its values for GPT+ are possible for maps.",
+        name="ratios",
     )
 
 
@@ -145,11 +104,11 @@ def gammas(runs: Measured[Norms]) -> Table:
             chosen = [values[i] for i in places(run.layers).values()] if len(values) > 1 else [None, None, values[0]]
             rows.append((f"{run.label}, ‖{names.get(name, name)}‖", *(number(value) for value in chosen)))
     return Table(
-        "gammas",
-        "Length of γ",
         ("", "first layer", "middle", "last"),
-        tuple(rows),
+        rows,
+        "Length of γ",
         "At the start every entry of γ is 1 and its length √d_m.",
+        name="gammas",
     )
 
 
@@ -165,12 +124,12 @@ def rows_on_bound(runs: Measured[Norms]) -> Table:
             cells.append(span([r.mean for r in found]) + (f", {percent(bound, 0)}" if known else ""))
         rows.append((group, *cells))
     return Table(
-        "rows",
-        "Mean row norm by layer, and rows on the bound",
         ("", *(run.label for run, _ in runs)),
-        tuple(rows),
+        rows,
+        "Mean row norm by layer, and rows on the bound",
         f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT holds the columns of "
         "W_p and W_d at 1, the rows elsewhere).",
+        name="rows",
     )
 
 
@@ -183,13 +142,13 @@ def factors(runs: Measured[tuple[FactorInTheWild, ...]]) -> Table:
             if mine := [f for f in found if f.activation == name]:
                 rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *_factor_cells(mine, symbol)))
     return Table(
-        "factors",
-        "Factors in the wild",
         ("", "ν", "1/√E‖·‖²", "of unit inputs", "ν·√E‖·‖²", "spread", "error", "error, paper"),
-        tuple(rows),
+        rows,
+        "Factors in the wild",
         "The lowest and the highest layer, on validation text. 1/√E‖·‖² is what ν should be; of unit inputs: what it "
         "would be if the input had the length that the derivation assumes; ν·√E‖·‖² is 1 where ν is exact. spread: "
         "standard deviation over mean of the length. error: of the best constant against exact normalization.",
+        name="factors",
     )
 
 
@@ -234,12 +193,12 @@ def learned(runs: Measured[Learned]) -> Table:
     low, high = paper.ALPHA
     rows.append(("anGPT, paper", f"{low} to {high}", f"{low} to {high}", *[NONE] * 5))
     return Table(
-        "learned",
-        "Learned parameters",
         ("", "|α_a|", "|α_m|", "mean α", "α < 0", "g", "|s_z|", "s_z and frequency"),
-        tuple(rows),
+        rows,
+        "Learned parameters",
         "The lowest and the highest layer, each a mean over dimensions; α starts at 0.05, g at √d_h, s_z at 1. Last "
         "column: rank correlation of |s_z| with how often its token occurs in the training text.",
+        name="learned",
     )
 
 
@@ -254,12 +213,12 @@ def moments(runs: Measured[Moments]) -> Table:
             )
         rows.append((group, *cells))
     return Table(
-        "moments",
-        "Variance of Adam's first moment relative to its sum over training",
         ("", *(run.label for run, _ in runs)),
-        tuple(rows),
+        rows,
+        "Variance of Adam's first moment relative to its sum over training",
         "The highest value (as a multiple of the mean over training) and when it is reached, then the part of the sum "
         "that falls on the first tenth of training (10 % if it is as restless throughout). Means over layers.",
+        name="moments",
     )
 
 
@@ -276,12 +235,12 @@ def distribution_shift(runs: Measured[Robustness]) -> Table:
             a, b = shifts["text"], shifts["same token"]
             rows.append((run.label, *(number(v) for v in (a.mean, a.std, b.mean, b.std, b.change))))
     return Table(
-        "shift",
-        "Mean residual norm on text and on repetitions of one token",
         ("", "text", "std", "same token", "std", "change"),
-        tuple(rows),
+        rows,
+        "Mean residual norm on text and on repetitions of one token",
         "Mean over tokens and places (in front of each layer and after the last); std: over tokens within a place. "
         "change: the larger mean over the smaller.",
+        name="shift",
     )
 
 
@@ -295,12 +254,12 @@ def robustness(runs: Measured[Robustness]) -> Table:
             change = NONE if s.change is None else f"{number(s.change)}×"
             rows.append((f"{run.label}, {s.name}", number(s.mean), number(s.std), change, worst, number(s.loss, 4)))
     return Table(
-        "robustness",
-        "Residual norms and loss on inputs unlike the training text",
         ("", "mean", "std", "change", "worst layer", "loss"),
-        tuple(rows),
+        rows,
+        "Residual norms and loss on inputs unlike the training text",
         "change: of the mean against that on text, the larger over the smaller; worst layer: where the stream that "
         "enters it changes most. Of longer contexts only what lies beyond the trained one counts.",
+        name="robustness",
     )
 
 
@@ -326,12 +285,12 @@ def attention(runs: Measured[tuple[LayerAttention, ...]]) -> Table:
                 )
             )
     return Table(
-        "attention",
-        "Rows of the attention matrices",
         ("", "√r·‖a_r‖", "heads", "at r", "‖a_r‖", "1/√r", "tokens"),
-        tuple(rows),
+        rows,
+        "Rows of the attention matrices",
         "√r·‖a_r‖: mean over all rows, and the lowest and highest head; 1 for dense attention. The other columns are "
         "of the longest rows. tokens: 1/‖a_r‖², attended to effectively.",
+        name="attention",
     )
 
 

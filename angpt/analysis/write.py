@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from angpt.analysis.analyse import Analysis
-from angpt.analysis.charts import LAYER_CHARTS, input_norms, row_norms
-from angpt.analysis.claims import claims
+from angpt.analysis.charts import LAYER_CHARTS, layer_histories
+from angpt.analysis.claims import claims, claims_table
 from angpt.analysis.shift_charts import SHIFT_CHARTS
-from angpt.analysis.tables import markdown_row, tables
+from angpt.analysis.tables import tables
 from angpt.present.charts import Chart, write_chart
+from angpt.present.layers import input_norms, row_norms
 from angpt.present.words import quantity
 from angpt.system import write_atomically
 
@@ -16,7 +17,9 @@ from angpt.system import write_atomically
 def write_analysis(analysis: Analysis, out: Path, command: str) -> Path:
     """Write everything into the folder `out`; the path of analysis.md."""
     analysis.write(out / "analysis.json")
-    found = [make(analysis) for make in (input_norms, row_norms, *LAYER_CHARTS, *SHIFT_CHARTS)]
+    recorded = layer_histories(analysis, "norms")
+    found = [input_norms(recorded), row_norms(recorded)]
+    found += [make(analysis) for make in (*LAYER_CHARTS, *SHIFT_CHARTS)]
     charts = [chart for chart in found if isinstance(chart, Chart)]
     write_charts(charts, out)
     path = out / "analysis.md"
@@ -40,8 +43,7 @@ def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
             f"{quantity(run.tokens)} tokens, seed {run.seed}; measured on {run.measured_tokens:,} tokens"
         )
     if found := claims(analysis):
-        lines += ["", "## The paper's picture", "", "| the paper | here | holds |", "|---|---|---|"]
-        lines += [markdown_row((c.paper, c.here, "yes" if c.holds else "**no**")) for c in found]
+        lines += ["", "## The paper's picture", "", claims_table(found).markdown()]
     lines += ["", "## Tables", ""]
     for table in tables(analysis):
         lines += [table.markdown(), ""]

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
-from rich.table import Table
 
-from angpt.bench.measure import in_turns, median
+from angpt.bench.measure import between, in_turns, median
 from angpt.data.loader import Loader, Prefetcher
 from angpt.data.shards import TokenData
+from angpt.present.tables import Table
 from angpt.stats import Interval
 
 BATCHES = 32
@@ -60,14 +59,9 @@ def _rate(seconds: Sequence[float], tokens: int) -> Interval:
 
 
 def table(results: Sequence[Result]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, title="Million tokens per second", title_justify="left")
-    for heading in ("context", "sequences", "loader", "quartiles", "on the device", "quartiles"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    for r in results:
-        cells = [
-            text
-            for i in (r.loader.times(1e-6), r.delivered.times(1e-6))
-            for text in (f"{i.mean:,.1f}", f"{i.low:,.1f}–{i.high:,.1f}")
-        ]
-        out.add_row(str(r.context), str(r.rows), *cells)
-    return out
+    columns = ("context", "sequences", "loader", "quartiles", "on the device", "quartiles")
+    rows = [
+        (str(r.context), str(r.rows), *between(r.loader.times(1e-6), ",.1f"), *between(r.delivered.times(1e-6), ",.1f"))
+        for r in results
+    ]
+    return Table(columns, rows, "Million tokens per second", left=())

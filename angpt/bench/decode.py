@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 
-from angpt.bench.measure import in_turns, median, ratio
+from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.config import ModelConfig, Step
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
@@ -19,6 +17,8 @@ from angpt.inference.folded import Folded
 from angpt.inference.sampling import GREEDY
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
+from angpt.present.tables import Table
+from angpt.present.words import plural
 from angpt.stats import Interval
 from angpt.training.hardware import bandwidth, synchronize
 
@@ -190,38 +190,35 @@ def bench_decode(
 def tables(results: Sequence[Result]) -> list[Table]:
     first = results[0]
     several = len({r.step for r in results}) > 1
-    rows = "1 row" if first.batch == 1 else f"{first.batch} rows"
-    title = f"{first.size}, {rows}, {first.new_tokens} tokens behind {first.prompt}"
-    writing = _table(title, ("ms/token", "quartiles", "tokens/s", f"÷ {first.architecture}", "95 %", "÷ floor"))
-    title = "Floor, reading the prompt, time to the second token, transformers"
-    around = _table(title, ("floor ms", "prefill ms", "tokens/s", "first s", "theirs ms", "speed-up"))
-    for r in results:
-        name = f"{r.architecture} {r.step}" if several else r.architecture
-        writing.add_row(
-            name,
-            f"{r.token_ms.mean:.3f}",
-            f"{r.token_ms.low:.3f}–{r.token_ms.high:.3f}",
-            f"{r.tokens_per_s:,.0f}",
-            f"{r.speed.mean:.3f}",
-            f"{r.speed.low:.3f}–{r.speed.high:.3f}" if r.architecture != first.architecture else "",
-            f"{r.token_ms.mean / r.floor_ms:.2f}",
-        )
-        theirs, faster = r.transformers_ms, r.over_transformers
-        around.add_row(
-            name,
-            f"{r.floor_ms:.3f}",
-            f"{r.prefill_ms.mean:.2f}",
-            f"{r.prefill_tokens_per_s:,.0f}",
-            f"{r.first_token_s:.1f}",
-            "" if theirs is None else f"{theirs.mean:.2f}",
-            "" if faster is None else f"{faster.mean:.1f}× {faster.low:.1f}–{faster.high:.1f}",
-        )
+    names = [f"{r.architecture} {r.step}" if several else r.architecture for r in results]
+    writing = Table(
+        ("", "ms/token", "quartiles", "tokens/s", f"÷ {first.architecture}", "95 %", "÷ floor"),
+        [
+            (
+                name,
+                *between(r.token_ms, ".3f"),
+                f"{r.tokens_per_s:,.0f}",
+                *between(r.speed, ".3f", ends=r.architecture != first.architecture),
+                f"{r.token_ms.mean / r.floor_ms:.2f}",
+            )
+            for name, r in zip(names, results, strict=True)
+        ],
+        f"{first.size}, {plural(first.batch, 'row')}, {first.new_tokens} tokens behind {first.prompt}",
+    )
+    around = Table(
+        ("", "floor ms", "prefill ms", "tokens/s", "first s", "theirs ms", "speed-up"),
+        [
+            (
+                name,
+                f"{r.floor_ms:.3f}",
+                f"{r.prefill_ms.mean:.2f}",
+                f"{r.prefill_tokens_per_s:,.0f}",
+                f"{r.first_token_s:.1f}",
+                "" if r.transformers_ms is None else f"{r.transformers_ms.mean:.2f}",
+                "" if r.over_transformers is None else "× ".join(between(r.over_transformers, ".1f")),
+            )
+            for name, r in zip(names, results, strict=True)
+        ],
+        "Floor, reading the prompt, time to the second token, transformers",
+    )
     return [writing, around]
-
-
-def _table(title: str, headings: Sequence[str]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    out.add_column("", no_wrap=True)
-    for heading in headings:
-        out.add_column(heading, justify="right", no_wrap=True)
-    return out

@@ -9,6 +9,7 @@ import torch
 
 from angpt.config import SIZES, ModelConfig
 from angpt.models.variants import build
+from angpt.present.tables import Table
 from angpt.training.parallel import BUCKET_BYTES, Strategy
 from angpt.training.plan import rule_for
 
@@ -128,7 +129,7 @@ def memory_table(context: int = 2048) -> str:
         cells = [state_bytes(cfg, "ddp"), *(state_bytes(cfg, "fsdp", shards) for shards in (4, 8, 64))]
         cells += [activation_bytes(cfg, context), activation_bytes(cfg, context, recompute=True)]
         rows.append([size, f"{count(cfg).parameters / 1e6:,.0f}M", *(f"{c / 2**30:.2f}" for c in cells)])
-    return _markdown(head, rows)
+    return Table(head, rows).markdown() + "\n"
 
 
 def traffic_table(size: str = "1B", context: int = 2048) -> str:
@@ -149,12 +150,7 @@ def traffic_table(size: str = "1B", context: int = 2048) -> str:
         limit = "compute" if best < 2 / 3 * compute else "links"  # the backward pass, which hides it, is 2/3
         cells = [f"{1e3 * x:,.1f}" for x in (compute, ddp, fsdp, hybrid)]
         rows.append([f"{ranks:,}", f"{each}", *cells, limit + (f"; {over}" if over else "")])
-    return _markdown(head, rows)
-
-
-def _markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+    return Table(head, rows).markdown() + "\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {"memory": memory_table, "traffic": traffic_table}

@@ -67,6 +67,11 @@ def ratio(seconds: Sequence[float], base: Sequence[float]) -> Interval:
     return Interval(float(value), float(low), float(high))
 
 
+def between(value: Interval, form: str, ends: bool = True) -> tuple[str, str]:
+    """Two cells of a table: the value, and the ends of its interval unless they say nothing."""
+    return f"{value.mean:{form}}", f"{value.low:{form}}–{value.high:{form}}" if ends else ""
+
+
 def positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from rich import box
-from rich.table import Table
 
-from angpt.bench.measure import in_turns, median, ratio
+from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.bench.train import Subject, record_alike
 from angpt.config import ModelConfig
+from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.moments import CLOSEST, MomentRecorder
 
@@ -52,17 +51,9 @@ def bench_moments(
 
 
 def table(results: Sequence[Result]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    out.title, out.title_justify = f"Recording Adam's first moment every {CLOSEST} steps", "left"
-    for heading in ("", "step ms", "record ms", "overhead %", "95 %"):
-        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for r in results:
-        percent = r.overhead.times(100)
-        out.add_row(
-            r.architecture,
-            f"{r.step_ms.mean:.2f}",
-            f"{r.record_ms.mean:.3f}",
-            f"{percent.mean:.3f}",
-            f"{percent.low:.3f}–{percent.high:.3f}",
-        )
-    return out
+    rows = [
+        (r.architecture, f"{r.step_ms.mean:.2f}", f"{r.record_ms.mean:.3f}", *between(r.overhead.times(100), ".3f"))
+        for r in results
+    ]
+    title = f"Recording Adam's first moment every {CLOSEST} steps"
+    return Table(("", "step ms", "record ms", "overhead %", "95 %"), rows, title)

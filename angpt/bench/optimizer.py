@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich import box
-from rich.table import Table
 
-from angpt.bench.measure import in_turns, median, ratio
+from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import constrain
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
+from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.engine import Engine
 from angpt.training.hardware import bandwidth
@@ -86,19 +85,10 @@ def bench_optimizer(
 
 
 def table(results: Sequence[Result]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    out.title, out.title_justify = f"Optimizer step, {results[0].size}, ms", "left"
-    for heading in ("", "ours", "quartiles", "PyTorch", "speed-up", "95 %", "floor", "÷ floor"):
-        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    rows = []
     for r in results:
-        out.add_row(
-            r.architecture,
-            f"{r.ours_ms.mean:.2f}",
-            f"{r.ours_ms.low:.2f}–{r.ours_ms.high:.2f}",
-            f"{r.torch_ms.mean:.2f}",
-            f"{r.speedup.mean:.2f}×",
-            f"{r.speedup.low:.2f}–{r.speedup.high:.2f}",
-            f"{r.floor_ms:.2f}",
-            f"{r.ours_ms.mean / r.floor_ms:.2f}",
-        )
-    return out
+        speedup, ends = between(r.speedup, ".2f")
+        cells = f"{r.torch_ms.mean:.2f}", f"{speedup}×", ends, f"{r.floor_ms:.2f}", f"{r.ours_ms.mean / r.floor_ms:.2f}"
+        rows.append((r.architecture, *between(r.ours_ms, ".2f"), *cells))
+    columns = ("", "ours", "quartiles", "PyTorch", "speed-up", "95 %", "floor", "÷ floor")
+    return Table(columns, rows, f"Optimizer step, {results[0].size}, ms")

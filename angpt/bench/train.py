@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
-from angpt.bench.measure import in_turns, median, ratio
+from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.config import SIZES, ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
 from angpt.optim.adam import total_norm
+from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.engine import Engine, attention_backends
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
@@ -255,47 +254,37 @@ def bench_train(
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    base = results[0].architecture
-    steps = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    steps.title = f"{results[0].size}, {results[0].rows} × {results[0].context:,} tokens per step"
-    for heading in ("", "ms/step", "quartiles", f"÷ {base}", "95 %", "tokens/s", "MFU %", "GiB", "first s"):
-        steps.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    parts = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Parts of a step, ms", title_justify="left")
-    for heading in ("", *PARTS):
-        parts.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for r in results:
-        steps.add_row(
-            r.architecture + (" (graph)" if r.graph else ""),
-            f"{r.step_ms.mean:.2f}",
-            f"{r.step_ms.low:.2f}–{r.step_ms.high:.2f}",
-            f"{r.ratio.mean:.3f}",
-            f"{r.ratio.low:.3f}–{r.ratio.high:.3f}" if r.architecture != base else "",
-            f"{r.tokens_per_s:,.0f}",
-            f"{100 * r.mfu:.1f}",
-            f"{r.memory_gib:.1f}",
-            f"{r.first_step_s:.1f}",
-        )
-        parts.add_row(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS))
-    profiles = [groups_table(results), *(profile_table(r) for r in results)] if results[0].kernels else []
+    first = results[0]
+    steps = Table(
+        ("", "ms/step", "quartiles", f"÷ {first.architecture}", "95 %", "tokens/s", "MFU %", "GiB", "first s"),
+        [
+            (
+                r.architecture + (" (graph)" if r.graph else ""),
+                *between(r.step_ms, ".2f"),
+                *between(r.ratio, ".3f", ends=r.architecture != first.architecture),
+                f"{r.tokens_per_s:,.0f}",
+                f"{100 * r.mfu:.1f}",
+                f"{r.memory_gib:.1f}",
+                f"{r.first_step_s:.1f}",
+            )
+            for r in results
+        ],
+        f"{first.size}, {first.rows} × {first.context:,} tokens per step",
+    )
+    rows = [(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS)) for r in results]
+    parts = Table(("", *PARTS), rows, "Parts of a step, ms")
+    profiles = [groups_table(results), *(profile_table(r) for r in results)] if first.kernels else []
     return [steps, parts, *profiles]
 
 
 def groups_table(results: Sequence[Result]) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="What a step is made of, ms", title_justify="left")
-    for heading in ("", *(r.architecture for r in results)):
-        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for group in results[0].groups_ms:
-        if any(r.groups_ms[group] > 0 for r in results):
-            out.add_row(group, *(f"{r.groups_ms[group]:.2f}" for r in results))
-    return out
+    shown = [group for group in results[0].groups_ms if any(r.groups_ms[group] > 0 for r in results)]
+    rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]
+    return Table(("", *(r.architecture for r in results)), rows, "What a step is made of, ms")
 
 
 def profile_table(result: Result) -> Table:
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    out.title = f"{result.architecture}: what takes most of a step"
-    out.add_column("ms", justify="right")
-    out.add_column("calls", justify="right")
-    out.add_column("kernel", no_wrap=True)
-    for name, calls, ms in result.kernels:
-        out.add_row(f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…")
-    return out
+    rows = [
+        (f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…") for name, calls, ms in result.kernels
+    ]
+    return Table(("ms", "calls", "kernel"), rows, f"{result.architecture}: what takes most of a step", left=(2,))

@@ -59,7 +59,7 @@ def analyze(
     arguments += ["--parts", *parts] if parts != ALL else []
     arguments += ["--data", data] if data else []
     if measured:
-        show(console, folders, measured, data, target, tokens, device, shlex.join(arguments))
+        measure(console, folders, measured, data, target, tokens, device, shlex.join(arguments))
     if TOY in parts:
         from angpt.analysis.toy import preconditioning_chart, residual_chart
         from angpt.analysis.write import write_charts
@@ -84,7 +84,7 @@ def expand(folders: Sequence[Path]) -> list[Path]:
     return found
 
 
-def show(
+def measure(
     console: "rich.console.Console",
     folders: Sequence[Path],
     parts: Sequence[str],
@@ -110,18 +110,11 @@ def show(
 
 
 def print_tables(console: "rich.console.Console", analysis: "Analysis") -> None:
-    from rich.table import Table
-
-    from angpt.analysis.claims import claims
+    from angpt.analysis.claims import claims, claims_table
     from angpt.analysis.tables import tables
-    from angpt.system import wide_enough
+    from angpt.present.tables import show
 
     for table in tables(analysis):
-        wide_enough(console, shown := table.rich()).print(shown)
+        show(console, table)
     if found := claims(analysis):
-        summary = Table(
-            "the paper", "here", "holds", title="The paper's picture", title_justify="left", show_lines=True
-        )
-        for claim in found:
-            summary.add_row(claim.paper, claim.here, "yes" if claim.holds else "[bold]no[/]")
-        console.print(summary)
+        show(console, claims_table(found, "The paper's picture"))

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
-from angpt.system import wide_enough
+from angpt.present.tables import show
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def train(
                 case, architectures, context, where, dtype, compiled, warmup, rounds, steps, profile,
                 lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        wide_enough(console, *(shown := tables(found))).print(*shown)
+        show(console, *tables(found))
         results += found
         write_json(out, where, results)
     console.print(
@@ -113,7 +113,7 @@ def optimizer(
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
-    wide_enough(console, shown := table(results)).print(shown)
+    show(console, table(results))
     write_json(out, where, results)
 
 
@@ -150,7 +150,7 @@ def moments(
     with console.status("measuring"):
         compiled = where.type == "cuda"
         results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
-    wide_enough(console, shown := table(results)).print(shown)
+    show(console, table(results))
     write_json(out, where, results)
 
 
@@ -181,7 +181,7 @@ def data(
     console.print(_machine(device), highlight=False)
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
-    wide_enough(console, shown := table(results)).print(shown)
+    show(console, table(results))
     write_json(out, where, results)
 
 
@@ -242,7 +242,7 @@ def decode(
                 size, architectures, batch, steps, prompt, tokens, where, dtype, rounds, reference,
                 lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
             )  # fmt: skip
-        wide_enough(console, *(shown := tables(found))).print(*shown)
+        show(console, *tables(found))
         results += found
         write_json(out, where, results)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from angpt.errors import UserError
-from angpt.fits.records import Count, Table, read_table
+from angpt.fits.records import Count, RunTable, read_table
+from angpt.present.tables import show
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,8 +46,7 @@ def hparams(
     fit = fit_hparams(table, multiple)
     source = _command("hparams", sources)
     written = write_fit(out, "hparams", hparam_values(fit, source), [sweeps(fit), trends(fit)])
-    for part in hparam_tables(fit):
-        console.print(part)
+    show(console, *hparam_tables(fit))
     _say(console, fit.notes, written)
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write
@@ -103,8 +103,7 @@ def scaling(
     with console.status("drawing"):
         written = write_fit(out, "scaling", scaling_values(fit, _command("scaling", sources)), charts)
     console.print(fit.counting, highlight=False, soft_wrap=True)
-    for part in scaling_tables(fit):
-        console.print(part)
+    show(console, *scaling_tables(fit))
     _say(console, fit.notes, written)
 
 
@@ -114,7 +113,7 @@ def _read(
     needed: Sequence[str],
     architectures: Sequence[str],
     curves: bool = False,
-) -> Table:
+) -> RunTable:
     from dataclasses import replace
 
     from angpt.errors import nearest

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
+from angpt.present.tables import show
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from angpt.inference.folded import Folded
     from angpt.inference.graph import Graph
+    from angpt.present.tables import Table
 
 DEFAULT_TOKENS = 200
 
@@ -36,7 +36,7 @@ def fold_command(
 
     console = Console()
     if table:
-        console.print(operations_table(all_graphs()))
+        show(console, operations_table(all_graphs()))
         return
     if model is None:
         raise UserError("which model? Give a run folder or an export (or --table)")
@@ -44,7 +44,7 @@ def fold_command(
     folded = fold(source.decoder())
     folder = out or model.with_name(f"{model.name}-folded")
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
-    console.print(operations_table({source.cfg.architecture: folded.graph}))
+    show(console, operations_table({source.cfg.architecture: folded.graph}))
     console.print(f"{folder}: folded; try: angpt generate {folder}", highlight=False, soft_wrap=True)
 
 
@@ -63,22 +63,16 @@ def all_graphs() -> "dict[str, Graph]":
 
 def operations_table(graphs: "dict[str, Graph]") -> "Table":
     """What is left of each layer."""
-    from rich import box
-    from rich.table import Table
-
     from angpt.inference.graph import operations
+    from angpt.present.tables import Table
 
-    title = "Left of a layer: 4 matrices, rotation, attention, SiLU, and"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("architecture", "residual update"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("norms", "vectors", "tanh", "at head"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for name, graph in graphs.items():
         found = operations(graph)
         counts = (found.norms, found.vectors, found.tanh, found.norms_at_head)
-        table.add_row(name, found.residual, *map(str, counts))
-    return table
+        rows.append((name, found.residual, *map(str, counts)))
+    columns = ("architecture", "residual update", "norms", "vectors", "tanh", "at head")
+    return Table(columns, rows, "Left of a layer: 4 matrices, rotation, attention, SiLU, and", left=(0, 1))
 
 
 def generate_command(

@@ -22,6 +22,7 @@ from angpt.cli.studies import compare_command, report, study_plan, study_run, st
 from angpt.cli.train import train_command
 from angpt.config import SIZES, ModelConfig
 from angpt.errors import UserError
+from angpt.present.tables import Table, show
 from angpt.version import __version__
 
 out = Console()
@@ -86,33 +87,23 @@ def models(
         list_variants: List every architecture and variant with what it changes, and stop.
     """
     import torch
-    from rich import box
-    from rich.table import Table
 
     from angpt.models.variants import ARCHITECTURES, build
 
     if list_variants:
-        table = Table("name", "what it is", box=None)
-        for name, cls in ARCHITECTURES.items():
-            table.add_row(name, " ".join((cls.__doc__ or "").split()))
-        out.print(table)
+        known = [(name, " ".join((cls.__doc__ or "").split())) for name, cls in ARCHITECTURES.items()]
+        show(out, Table(("name", "what it is"), known, prose=True))
         return
-    table = Table(
-        title=f"Parameters, and training GFLOPs per token at a context of {context:,}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("size", "d_m", "layers", "heads", *architectures):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows = []
     for size, dimensions in SIZES.items():
         cells = []
         for name in architectures:
             with torch.device("meta"):
                 model = build(ModelConfig.size(size, architecture=name, context=context))
             cells.append(f"{model.parameter_count() / 1e6:,.2f}M {model.flops_per_token() / 1e9:.3f}")
-        table.add_row(size, *map(str, dimensions), *cells)
-    out.print(table)
+        rows.append((size, *map(str, dimensions), *cells))
+    title = f"Parameters, and training GFLOPs per token at a context of {context:,}"
+    show(out, Table(("size", "d_m", "layers", "heads", *architectures), rows, title, left=()))
 
 
 def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | None = None) -> None:
@@ -130,8 +121,7 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         raise UserError(f"draws = {draws}: at least one is needed")
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{figure}: a figure is a .png, .svg or .pdf file")
-    for table in factor_tables(ModelConfig.size(size), draws, seed):
-        out.print(table)
+    show(out, *factor_tables(ModelConfig.size(size), draws, seed))
     if figure is not None:
         draw_concentration(figure, seed)
         out.print(f"figure: {figure}")

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from angpt.data.shards import SPLITS, TOKENIZER, Index, SplitName, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.present.tables import Table
 
 BLOCK = 1 << 22
 SAMPLE_TOKENS = 128
@@ -72,21 +72,23 @@ def render(info: DataInfo) -> RenderableType:
     title = f"{info.path}: {info.dtype}"
     if info.index is not None:
         recipe = info.index.recipe
-        title += f", {' '.join(recipe.sources)}, tokenizer {recipe.tokenizer} ({info.index.vocab_size:,} ids)"
+        title += f"\n{' '.join(recipe.sources)}\ntokenizer {recipe.tokenizer} ({info.index.vocab_size:,} ids)"
         title += ", checksums right" if info.verified else ", checksums not verified"
-    table = Table("", *(split.split for split in info.splits), title=Text(title), title_justify="left", box=None)
-    rows = ("tokens", "documents", "text_bytes", "replaced", "files", "max_token", "vocabulary_used")
-    for name in rows:
+    rows = []
+    for name in ("tokens", "documents", "text_bytes", "replaced", "files", "max_token", "vocabulary_used"):
         values = [getattr(split, name) for split in info.splits]
-        table.add_row(name.replace("_", " "), *("unknown" if value is None else f"{value:,}" for value in values))
+        rows.append((name.replace("_", " "), *("unknown" if value is None else f"{value:,}" for value in values)))
     if info.index is not None:
         shares = [split.vocabulary_used / info.index.vocab_size for split in info.splits]
-        table.add_row("share of vocabulary", *(f"{share:.1%}" for share in shares))
+        rows.append(("share of vocabulary", *(f"{share:.1%}" for share in shares)))
         sizes = [(split.text_bytes or 0) / split.tokens for split in info.splits]
-        table.add_row("bytes per token", *(f"{size:.3f}" for size in sizes))
+        rows.append(("bytes per token", *(f"{size:.3f}" for size in sizes)))
     first = info.splits[0]
     frequent = Text("most frequent: " + "  ".join(f"{token} {count / first.tokens:.2%}" for token, count in first.top))
-    return Group(table, frequent, Panel(Text(first.sample), title="start of train", title_align="left"))
+    table = Table(("", *(split.split for split in info.splits)), rows)
+    return Group(
+        Text(title), table.rich(), frequent, Panel(Text(first.sample), title="start of train", title_align="left")
+    )
 
 
 def _verify(path: Path, expected: str) -> None:

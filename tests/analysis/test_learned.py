@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from scipy.stats import spearmanr
 
 from angpt.analysis import learned
 from tests.analysis.conftest import VOCAB, tiny
@@ -63,11 +62,3 @@ def test_bins_are_half_decades_with_their_quantiles():
     assert [(b.first, b.last) for b in found.bins] == [(1, 3), (4, 9), (10, 31), (32, 99), (100, 100)]
     assert found.bins[2].low == pytest.approx(np.quantile(s_z[9:31], 0.1))
     assert found.bins[2].high == pytest.approx(np.quantile(s_z[9:31], 0.9))
-
-
-def test_rank_correlation_is_spearmans():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=200), rng.integers(0, 15, size=200)  # many ties
-    assert learned.rank_correlation(x + 0.1 * y, y) == pytest.approx(spearmanr(x + 0.1 * y, y).statistic, rel=1e-9)
-    assert learned.rank_correlation(np.ones(5), np.arange(5)) is None
-    assert learned.rank_correlation(np.ones(1), np.arange(1)) is None

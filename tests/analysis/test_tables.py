@@ -4,7 +4,7 @@ import re
 import pytest
 
 from angpt.analysis.analyse import Analysis, analyse
-from angpt.analysis.claims import claims, correlation
+from angpt.analysis.claims import claims
 from angpt.analysis.factors import FactorInTheWild
 from angpt.analysis.norms import BlockNorms
 from angpt.analysis.probe import Stats
@@ -110,9 +110,3 @@ def test_runs_of_one_kind_make_no_comparison(measured):
     assert all("GPT+ spikes" not in c.paper and "repeated" not in c.paper for c in alone)
     assert claims(Analysis(())) == []
     assert tables(Analysis(())) == []
-
-
-def test_correlation():
-    assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1)
-    assert correlation([1, 2, 3], [1, 1, 1]) is None
-    assert correlation([1.0, 2, 4], [3.0, 1, 0]) == pytest.approx(-39 / 42)

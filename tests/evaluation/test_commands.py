@@ -172,7 +172,7 @@ import sys
 hidden, *args = sys.argv[1:]
 sys.modules.update(dict.fromkeys(hidden.split(",")))  # an import of these is an error now
 import angpt.cli.main
-angpt.cli.main(args)
+angpt.cli.main.main(args)
 """
 
 

@@ -108,6 +108,6 @@ def test_activation_assumptions():
 
 
 def test_tables_and_figure(tmp_path):
-    assert [table.row_count for table in factor_tables(ModelConfig(**TINY), 1, 0)] == [6, len(ACTIVATION_ASSUMPTIONS)]
+    assert [len(table.rows) for table in factor_tables(ModelConfig(**TINY), 1, 0)] == [6, len(ACTIVATION_ASSUMPTIONS)]
     draw_concentration(tmp_path / "new" / "c.png", seed=0)
     assert (tmp_path / "new" / "c.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Figures of what runs recorded of their layers through training: input norms, α and row norms."""
+"""Charts of what runs recorded of their layers through training: input norms, α and row norms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,12 +29,11 @@ class LayerHistory:
     architecture: str
     run: str
     budget: int
-    """Tokens of the run."""
     seed: int
     records: tuple[dict[str, Any], ...]
 
 
-def draw_input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
+def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The length of the residual stream as it enters each layer."""
     title = "Input norm of each layer"
     runs = with_values(found, ["input_norm"])
@@ -69,7 +68,7 @@ def draw_input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     )
 
 
-def draw_alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
+def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The interpolation weights of the architectures that have them."""
     heading = "Interpolation weight α of each layer"
     runs = with_values(found, list(ALPHAS))
@@ -106,7 +105,7 @@ def draw_alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
     )
 
 
-def draw_row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
+def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     """The lengths of the rows of each group of matrices."""
     title = "Row norms of the parameter groups"
     runs = with_values(found, list(GROUPS))

@@ -1,0 +1,79 @@
+"""One form of table for the terminal and for Markdown."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+
+BAR = r"\|"
+"""A bar inside a cell of Markdown."""
+
+
+class Strong(str):
+    """A cell that stands out."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A heading and rows of text."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    note: str = ""
+    """Printed below the table."""
+    left: Sequence[int] = (0,)
+    """Columns that are aligned to the left; all others to the right."""
+    prose: bool = False
+    """The cells are sentences: the terminal breaks their lines, and keeps rows apart by an empty line."""
+    name: str = ""
+
+    def rich(self) -> "RichTable":
+        """The table for a terminal."""
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(self.title, style="table.title") if self.title else None,
+            caption=Text(self.note, style="table.caption") if self.note else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_lines=self.prose,
+        )
+        for place, column in enumerate(self.columns):
+            left = self.prose or place in self.left
+            table.add_column(Text(column), justify="left" if left else "right", no_wrap=not self.prose)
+        for row in self.rows:
+            table.add_row(*(Text(cell, style="bold" if isinstance(cell, Strong) else "") for cell in row))
+        return table
+
+    def markdown(self) -> str:
+        """The table for a Markdown file, with its title and note."""
+        rule = ["---" if self.prose or place in self.left else "---:" for place in range(len(self.columns))]
+        lines = [_line(cells) for cells in (self.columns, rule, *self.rows)]
+        above, below = ([f"**{self.title}**", ""] if self.title else []), (["", self.note] if self.note else [])
+        return "\n".join([*above, *lines, *below])
+
+
+def _line(cells: Iterable[str]) -> str:
+    marked = (f"**{cell}**" if isinstance(cell, Strong) else cell for cell in cells)
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in marked)} |"
+
+
+def show(console: "Console", *tables: Table) -> None:
+    """Print tables, each line whole: a terminal breaks long lines better than a table its cells."""
+    from rich.console import Console
+
+    made = [table.rich() for table in tables]
+    options = console.options.update(width=10_000)
+    widths = [console.measure(m, options=options).maximum for m, t in zip(made, tables, strict=True) if not t.prose]
+    Console(file=console.file, width=max([console.width, *widths])).print(*made)
