@@ -305,12 +305,17 @@ def preset(name: str) -> TrainConfig:
     return from_dict(TrainConfig, PRESETS[name])
 
 
-def read_toml(cls: type[T], path: Path) -> T:
-    """A dataclass from a TOML file; errors name the file."""
+def toml_values(path: Path) -> dict[str, Any]:
+    """The values of a TOML file; errors name the file."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path}: cannot be read as TOML ({error})") from error
+
+
+def read_toml(cls: type[T], path: Path) -> T:
+    """A dataclass from a TOML file; errors name the file."""
+    values = toml_values(path)
     try:
         return from_dict(cls, values)
     except UserError as error:
@@ -318,7 +323,8 @@ def read_toml(cls: type[T], path: Path) -> T:
 
 
 def to_toml(config: Any, prefix: str = "") -> str:
-    """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary. None is left out."""
+    """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary, and an array of tables
+    for a tuple of dataclasses. None is left out."""
     items = (
         config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     )
@@ -328,6 +334,8 @@ def to_toml(config: Any, prefix: str = "") -> str:
         key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            tables += [f"\n[[{prefix}{key}]]\n{to_toml(item, f'{prefix}{key}.')}" for item in value]
         elif value is not None:
             # JSON writes strings, numbers, booleans and lists of them as TOML does, but for infinity.
             text = json.dumps(list(value) if isinstance(value, tuple) else value)

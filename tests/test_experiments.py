@@ -10,7 +10,7 @@ import pytest
 
 from angpt.models.variants import ARCHITECTURES
 from angpt.studies.executor import Processes
-from angpt.studies.outcome import markdown, outcome
+from angpt.studies.outcome import markdown
 from angpt.studies.progress import ASSUMED_TFLOPS, hours
 from angpt.studies.study import Study
 from tests.training.conftest import write_tokens
@@ -132,8 +132,7 @@ def test_every_small_one_runs(path, tmp_path):
     small = Study(tmp_path / "s", dataclasses.replace(config, grid=grids, baseline_budget=base, train=train))
     small.folder.mkdir()
     small.check(on_this_machine=True)
-    small.execute(Processes(2), lambda *_: None)
-    result = outcome(small)
+    result = small.execute(Processes(2), lambda *_: None)
     assert result.complete, small.failed()
     axes = [(grid.architectures, grid.sizes or ("",), grid.budgets or (train.tokens,)) for grid in grids]
     expected = {group for axis in axes for group in product(*axis)}
@@ -143,3 +142,4 @@ def test_every_small_one_runs(path, tmp_path):
         assert row.val_loss.mean < math.log(train.model.vocab_size), row  # better than a guess
     table = [line for line in markdown(result).splitlines() if line.startswith("| ")]
     assert len(table) == 1 + len(result.rows)
+    assert set(result.architectures) == {name for grid in grids for name in grid.architectures}

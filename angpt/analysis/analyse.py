@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,13 +18,13 @@ from angpt.analysis.probe import Probe, observe
 from angpt.config import Device, TrainConfig, from_dict
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
-from angpt.inference.source import open_source
+from angpt.inference.source import Source, open_source
 from angpt.present.words import label
 from angpt.system import write_atomically
 from angpt.training import checkpoint
 from angpt.training.hardware import choose_device, present
 from angpt.training.plan import MICRO_TOKENS, rule_for
-from angpt.training.run import Run
+from angpt.training.record import RunRecord
 
 PARTS = ("norms", "factors", "learned", "moments", "robustness", "attention")
 """What can be asked of a run. `toy`, the examples of the paper's section 3, needs none."""
@@ -91,9 +91,13 @@ def analyse(
     data: str | None = None,
     tokens: int = TOKENS,
     device: Device = "auto",
+    sources: Mapping[Path, Source] | None = None,
     tick: Tick = lambda run, done, total: None,
 ) -> Analysis:
-    """Measure the newest checkpoint of each run on validation text, and read what the run recorded."""
+    """Measure the newest checkpoint of each run on validation text, and read what the run recorded.
+
+    `sources` are models of the runs that are open already.
+    """
     for part in parts:
         if part not in PARTS:
             raise UserError(f"unknown part {part!r}: {nearest(part, PARTS)}")
@@ -105,17 +109,19 @@ def analyse(
     if twice := next((path for path in runs if resolved.count(path.resolve()) > 1), None):
         raise UserError(f"{twice}: is named twice")
     where = present(choose_device(device))
-    names = labels([(path, Run.open(path).config()) for path in runs])
-    return Analysis(
-        tuple(
-            analyse_run(path, parts, name, data=data, tokens=tokens, device=where, tick=tick)
-            for path, name in zip(runs, names, strict=True)
-        )
-    )
+    records = [RunRecord.open(path) for path in runs]
+    names = labels([(record.path, record.config) for record in records])
+    opened = sources or {}
+    found = []
+    for record, name in zip(records, names, strict=True):
+        stored = opened.get(record.path) or open_source(record.path)
+        found.append(analyse_run(record, stored, parts, name, data=data, tokens=tokens, device=where, tick=tick))
+    return Analysis(tuple(found))
 
 
 def analyse_run(
-    path: Path,
+    record: RunRecord,
+    stored: Source,
     parts: Sequence[str],
     name: str,
     *,
@@ -125,10 +131,7 @@ def analyse_run(
     tick: Tick = lambda run, done, total: None,
 ) -> RunAnalysis:
     """One run. What needs the text goes through the model once, for all parts together."""
-    run = Run.open(path)
-    config, stored = run.config(), open_source(path)
-    state = checkpoint.read_state(stored.weights[0], verify=False)
-    history = History.read(run, "layers")
+    config, state, history = record.config, state_of(stored), History.of(record.layers)
     needs_text = any(part in parts for part in ("norms", "factors", "robustness", "attention"))
     needs_data = needs_text or "learned" in parts
     model = stored.decoder().to(device)
@@ -152,7 +155,7 @@ def analyse_run(
         def done(count: int) -> None:
             nonlocal measured
             measured += count
-            tick(path.name, measured, total)
+            tick(record.path.name, measured, total)
 
         loss = observe(model, text_batches(source, tokens, batch_tokens), probes, bf16=bf16, tick=done)
         measured_text = measured
@@ -163,7 +166,7 @@ def analyse_run(
     optimizer = config.optimizer
     warmup = rule_for(config.model.architecture).warmup if optimizer.warmup is None else optimizer.warmup
     return RunAnalysis(
-        run=path.resolve().name,
+        run=record.name,
         architecture=config.model.architecture,
         seed=config.seed,
         label=name,
@@ -178,17 +181,16 @@ def analyse_run(
         norms=norms.collect(model, stream, history) if "norms" in parts else None,
         factors=factors.results() if "factors" in parts else None,
         learned=learned.measure(model, counts, history) if "learned" in parts else None,
-        moments=moments.measure(History.read(run, "moments"), warmup) if "moments" in parts else None,
+        moments=moments.measure(History.of(record.moments), warmup) if "moments" in parts else None,
         robustness=robust,
         attention=attention.results() if "attention" in parts else None,
     )
 
 
-def newest_state(run: Run) -> checkpoint.State:
-    newest = checkpoint.newest(run.checkpoints)
-    if newest is None:
-        raise UserError(f"{run.path}: no good checkpoint in {run.checkpoints}; train the run, or go on with --resume")
-    return checkpoint.read_state(newest, verify=False)
+def state_of(source: Source) -> checkpoint.State:
+    """The state that was saved with the checkpoint of a run."""
+    weights = source.weights[0]
+    return checkpoint.read_state(weights if weights.is_dir() else weights.parent, verify=False)
 
 
 def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) -> TextSource:

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-
-from angpt.errors import UserError
-from angpt.training.run import Run
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -22,15 +19,6 @@ class History:
     @classmethod
     def empty(cls) -> Self:
         return cls((), (), {}, ())
-
-    @classmethod
-    def read(cls, run: Run, kind: Literal["layers", "moments"]) -> Self:
-        """From metrics.jsonl; a record with a value that was not finite is left out."""
-        try:
-            records = [record for record in run.records() if record["kind"] == kind]
-            return cls.of(record for record in records if not _has_null(record))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
 
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]]) -> Self:
@@ -60,7 +48,3 @@ class History:
 
 def _listed(value: Any) -> tuple[float, ...]:
     return tuple(float(v) for v in (value if isinstance(value, list) else [value]))
-
-
-def _has_null(record: dict[str, Any]) -> bool:
-    return any(value is None or (isinstance(value, list) and None in value) for value in record.values())

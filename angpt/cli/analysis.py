@@ -30,12 +30,12 @@ def analyze(
     """Measure inside of trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
 
     Args:
-        runs: Run folders, or the folder of a comparison, of which one run per architecture is taken.
+        runs: Run folders, or the folder of a study, of which one run per architecture and size is taken.
         parts: norms, factors, learned, moments (needs a run with --record-moments), robustness, attention; and toy, the
             examples of the paper's section 3, which needs no run.
         data: Text to measure on, prepared with the runs' tokenizer; what they were trained on unless given.
-        out: Folder for analysis.json, analysis.md and figures/; analysis in the folder of a comparison, or here,
-            unless given.
+        out: Folder for analysis.json, analysis.md and figures/; analysis in the folder of the study, or here, unless
+            given.
         tokens: Validation tokens to measure on.
         device: cpu, cuda, or auto: cuda where there is one.
     """
@@ -50,7 +50,7 @@ def analyze(
     measured = [part for part in parts if part != TOY]
     folders = expand(runs)
     if measured and not folders:
-        raise UserError("name run folders, or the folder of a comparison (only --parts toy needs none)")
+        raise UserError("name run folders, or the folder of a study (only --parts toy needs none)")
     study = len(runs) == 1 and folders != list(runs)
     target = out or (runs[0] / "analysis" if study else Path("analysis"))
     if target.exists() and not target.is_dir():
@@ -69,24 +69,18 @@ def analyze(
 
 
 def expand(folders: Sequence[Path]) -> list[Path]:
-    """Run folders as they are; of a comparison, the run that stands for each architecture."""
+    """Run folders as they are; of a study, the run that stands for each architecture and size."""
     found: list[Path] = []
     for folder in folders:
         if not (folder / "study.toml").exists():
             found.append(folder)
             continue
-        from angpt.report.records import read_study
-        from angpt.studies.compare import Comparison
-        from angpt.studies.study import holds_study
+        from angpt.studies.study import Study
 
-        if holds_study(folder):
-            raise UserError(f"{folder}: a study of many runs; name those to analyze, such as {folder}/runs/NAME")
-        result = Comparison.open(folder).result()
-        started = [path for run in result.runs if (path := folder / "runs" / run.name).exists()]
-        chosen = [read_study(started, result).representative(a) for a in result.architectures]
-        found += [run.path for run in chosen if run is not None]
-        if not started:
-            raise UserError(f"{folder}: no run has started yet; call `angpt compare` again to go on with it")
+        runs = [folder / "runs" / run.name for run in Study.open(folder).result().representatives()]
+        found += [path for path in runs if path.exists()]
+        if not any(path.exists() for path in runs):
+            raise UserError(f"{folder}: no run has started yet; `angpt study run {folder}` begins them")
     return found
 
 

@@ -5,15 +5,22 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from angpt.cli.train import EXIT_INTERRUPTED, starting_point, without_rates
 from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
-from angpt.studies.config import CompareConfig
+from angpt.studies.compare import Comparison
 from angpt.system import available_cores
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from angpt.results import Result
+    from angpt.studies.executor import Pool
+    from angpt.studies.study import Study
 
 STUDIES = Path("studies")
 
@@ -23,10 +30,10 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
     start = starting_point(args, resumable=False)
     start = dataclasses.replace(without_rates(start, start), seed=TrainConfig.seed)
     plain = dataclasses.replace(start.model, architecture=ModelConfig.architecture)
-    base = CompareConfig(train=dataclasses.replace(start, model=plain))
+    base = Comparison(train=dataclasses.replace(start, model=plain))
 
     def compare(
-        settings: Annotated[CompareConfig, tyro.conf.arg(name="")] = base,
+        settings: Annotated[Comparison, tyro.conf.arg(name="")] = base,
         preset: str | None = None,
         config: Path | None = None,
         out: Path | None = None,
@@ -45,25 +52,24 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         """
         from rich.console import Console
 
-        from angpt.studies.compare import Comparison
-        from angpt.studies.executor import Interrupted, Processes
-        from angpt.studies.overview import Overview
+        from angpt.studies.executor import Processes
+        from angpt.studies.study import FILE, Study
 
-        console = Console()
         folder = out or STUDIES / (preset or (config.stem if config else "laptop"))
         command = shlex.join(["angpt", *args])
-        comparison = Comparison.create(folder, settings, command)
-        try:
-            pool = Processes(default_workers() if workers is None else workers)
-            with Overview(console) as overview:
-                result = comparison.execute(pool, overview.tick)
-        except Interrupted:
-            console.print(f"{folder}: stopped; the same command goes on: {command}", highlight=False, soft_wrap=True)
-            sys.exit(EXIT_INTERRUPTED)
-        for note in comparison.tuning_notes():
-            console.print(f"note: {note}", highlight=False, soft_wrap=True)
-        page = comparison.report()
-        console.print(f"\n{result.verdict}\n\nreport: {page}", highlight=False, soft_wrap=True)
+        study = Study(folder, settings.study())
+        if not (folder / FILE).exists():
+            study.begin(None, command, on_this_machine=True)
+        elif Study.open(folder).config != study.config:
+            raise UserError(f"{folder}: holds another study (see its {FILE}); choose another --out")
+        study.retry()
+        console = Console()
+        pool = Processes(default_workers() if workers is None else workers)
+        result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
+        _notes(console, study, result)
+        pages = _write_pages(study, result)
+        shown = "".join(f"\nreport: {page}" for page in pages)
+        console.print(f"\n{result.verdict}\n{shown}", highlight=False, soft_wrap=True)
 
     return compare
 
@@ -96,10 +102,8 @@ def study_run(
     """
     from rich.console import Console
 
-    from angpt.studies.executor import InProcess, Interrupted, Pool, Processes
-    from angpt.studies.jobs import failure_of
-    from angpt.studies.outcome import outcome, terminal_table
-    from angpt.studies.overview import Overview
+    from angpt.studies.executor import InProcess, Pool, Processes
+    from angpt.studies.outcome import terminal_table
     from angpt.studies.study import Study
 
     options: dict[str, Any] = {"partition": partition, "hours": hours, "gpus": gpus}
@@ -123,25 +127,43 @@ def study_run(
         pool = InProcess(console, threads)
     else:
         pool = Processes(default_workers() if workers is None else workers, threads)
-    try:
-        with Overview(console, live=workers != 0) as overview:
-            study.execute(pool, overview.tick)
-    except Interrupted:
-        stays = " watching; the jobs stay in the queue" if slurm else ""
-        console.print(f"{study.folder}: stopped{stays}; the same command goes on", soft_wrap=True, highlight=False)
-        sys.exit(EXIT_INTERRUPTED)
-    result = outcome(study)
-    result.write(study.folder)
-    if result.rows:
+    stays = " watching; the jobs stay in the queue" if slurm else ""
+    result = _execute(study, pool, console, f"stopped{stays}; the same command goes on", live=workers != 0)
+    if any(run.ended for run in result.runs):
         console.print(terminal_table(result))
+    _notes(console, study, result, "(--retry tries again)")
+    console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
+
+
+def _execute(study: "Study", pool: "Pool", console: "Console", stopped: str, live: bool = True) -> "Result":
+    """Bring the runs of a study to their end, and show them meanwhile."""
+    from angpt.studies.executor import Interrupted
+    from angpt.studies.overview import Overview
+
+    try:
+        with Overview(console, live) as overview:
+            return study.execute(pool, overview.tick)
+    except Interrupted:
+        console.print(f"{study.folder}: {stopped}", soft_wrap=True, highlight=False)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _notes(
+    console: "Console", study: "Study", result: "Result", advice: str = "(the same command tries again)"
+) -> None:
+    """Print the notes of a result; an error that gives the reasons where runs failed."""
     for note in result.notes:
         console.print(f"note: {note}", highlight=False, soft_wrap=True)
-    if failed := study.failed():
-        reasons = "".join(f"\n  {job.folder.name}: {failure_of(job)}" for job in failed)
-        raise UserError(
-            f"{study.folder}: {len(failed)} of {len(result.runs)} runs failed (--retry tries again):{reasons}"
-        )
-    console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
+    if failures := study.failures():
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
+        raise UserError(f"{study.folder}: {len(failures)} of {len(result.runs)} runs failed {advice}:{reasons}")
+
+
+def _write_pages(study: "Study", result: "Result", out: Path | None = None) -> list[Path]:
+    """Write the page of each size into the folder of the study, or into `out`."""
+    from angpt.report import write_pages
+
+    return write_pages(study.folder, result, out or study.folder, study.commands())
 
 
 def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -152,7 +174,7 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     """
     from rich.console import Console
 
-    from angpt.studies.outcome import outcome, terminal_table
+    from angpt.studies.outcome import terminal_table
     from angpt.studies.progress import progress, status_lines, status_table
     from angpt.studies.study import Study
 
@@ -162,7 +184,8 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     console.print(status_table(runs))
     for line in status_lines(opened, runs):
         console.print(line, highlight=False, soft_wrap=True)
-    if (result := outcome(opened)).rows:
+    result = opened.result()
+    if any(run.ended for run in result.runs):
         console.print(terminal_table(result))
 
 
@@ -211,38 +234,37 @@ def report(
     out: Path | None = None,
     baseline: str | None = None,
 ) -> None:
-    """Write the page of a comparison, of a study, or of any runs, from their folders alone; they may be under way.
+    """Write the page of a study, such as a comparison, or of any runs, from their folders alone; they may be under way.
 
     Args:
-        folders: The folder of a comparison or a study, or run folders.
-        out: Folder for report.html and figures/; the comparison's own, or report, unless given.
+        folders: The folder of a study, or run folders.
+        out: Folder for report.html and figures/; that of the study, or report, unless given.
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
     from rich.console import Console
 
     from angpt.report import write_report
-    from angpt.studies.compare import Comparison
-    from angpt.studies.study import Study, holds_study
-    from angpt.studies.summarise import summarise
+    from angpt.studies.outcome import write_result
+    from angpt.studies.study import FILE, Study
+    from angpt.studies.summarise import summarise_runs
     from angpt.training.run import Run
 
     if not folders:
-        raise UserError("name the folder of a comparison, or run folders")
-    pages = []
-    if len(folders) == 1 and holds_study(folders[0]):
-        from angpt.studies.outcome import write_pages
-
-        pages = write_pages(Study.open(folders[0]), out)
-    elif len(folders) == 1 and (folders[0] / "study.toml").exists():
-        pages = [Comparison.open(folders[0]).report(out)]
+        raise UserError("name the folder of a study, or run folders")
+    if len(folders) == 1 and (folders[0] / FILE).exists():
+        study = Study.open(folders[0])
+        result = study.result()
+        target = out or study.folder
+        target.mkdir(parents=True, exist_ok=True)
+        write_result(result, target)
+        pages = _write_pages(study, result, out)
     else:
-        runs = [(folder, Run.open(folder).config()) for folder in folders]
-        names = [config.model.architecture for _, config in runs]
+        names = [Run.open(folder).config().model.architecture for folder in folders]
         chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
         if chosen not in names:
             raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
         command = f"angpt report {shlex.join(map(str, folders))}"
         target = out or Path("report")
-        pages = [write_report(target, list(folders), summarise(runs, chosen), target, [command])]
+        pages = [write_report(target, list(folders), summarise_runs(folders, chosen), target, [command])]
     for page in pages:
         Console().print(f"report: {page}", highlight=False, soft_wrap=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from angpt.errors import UserError, nearest
 from angpt.present.words import LABELS
+from angpt.results import RESULT, Result
 from angpt.stats import mean_log
 
 COLUMNS = {
@@ -105,7 +106,7 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
         if not source.exists():
             raise UserError(f"{source}: does not exist")
         if source.is_dir():
-            folders = {path.resolve(): path for path in _run_folders(_runs_of(source))}
+            folders = {path.resolve(): path for path in _study_folders(source)}
             records += [_run_record(path, curves) for key, path in folders.items() if key not in seen]
             seen |= set(folders)
             empty = not folders
@@ -183,9 +184,12 @@ def _mean_curve(group: Sequence[Record]) -> tuple[tuple[float, float], ...]:
     return tuple((t, math.exp(mean_log([c[t] for c in curves]))) for t in common)
 
 
-def _runs_of(folder: Path) -> Path:
-    """Where the runs of a study are; beside them it may have tried others, on other data."""
-    return folder / "runs" if (folder / "study.toml").exists() else folder
+def _study_folders(folder: Path) -> list[Path]:
+    """The run folders of a study by its result, without those of its trials; of any other folder, all below it."""
+    if (folder / RESULT).exists():
+        runs = [folder / "runs" / run.name for run in Result.read(folder).runs]
+        return [path for path in runs if path.exists()]
+    return list(_run_folders(folder / "runs" if (folder / "study.toml").exists() else folder))
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
@@ -198,10 +202,10 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _run_record(path: Path, curves: bool) -> Record:
-    from angpt.training.run import Run
+    from angpt.training.record import RunRecord
 
-    run = Run.open(path)
-    config, summary = run.config(), run.summary()
+    record = RunRecord.open(path)
+    config, summary = record.config, record.summary
     model, optimizer = config.model, config.optimizer
     status: Status = "unfinished"
     if summary is not None and summary.status != "interrupted":
@@ -209,14 +213,7 @@ def _run_record(path: Path, curves: bool) -> Record:
     # What sets runs apart beside architecture, size, budget, batch and rate; how they are watched and saved does not.
     other: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("model", "data", "optimizer")}
     del other["model"]["architecture"], other["optimizer"]["lr"]
-    points: list[tuple[float, float]] = []
-    if curves and status == "finished":
-        try:
-            for record in run.records():
-                if record["kind"] == "val" and record["val_loss"] is not None:
-                    points.append((float(record["tokens"]), float(record["val_loss"])))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
+    evaluations = record.evaluations if curves and status == "finished" else ()
     table = float(model.vocab_size * model.d_model)
     # Of a run that diverged, the budget that it was meant for: it sets it beside its siblings.
     tokens = (
@@ -237,7 +234,7 @@ def _run_record(path: Path, curves: bool) -> Record:
         head_parameters=table,
         attention_flops=float(3 * model.n_layers * 4 * model.d_model * model.context // 2),
         flops=float(summary.flops_per_token) * tokens if summary else None,
-        curve=tuple(points),
+        curve=tuple((float(e.tokens), e.loss) for e in evaluations),
     )
 
 

@@ -1,16 +1,16 @@
-"""A comparison as one page: `report.html`, which needs nothing but itself, and its figures as files."""
+"""A study as one page: `report.html`, which needs nothing but itself, and its figures as files."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from angpt.errors import UserError
-from angpt.studies.results import Result
+from angpt.results import Result
 
 
 def write_report(study: Path, runs: Sequence[Path], result: Result, out: Path, commands: Sequence[str] = ()) -> Path:
     """Write `report.html` and `figures/` into the folder `out`; the path of the page.
 
-    `runs` are the run folders of the comparison, complete or under way; `commands` are what repeats it.
+    `runs` are the run folders of the study, complete or under way; `commands` are what repeats it.
     """
     try:
         from angpt.report.page import write_page
@@ -19,3 +19,15 @@ def write_report(study: Path, runs: Sequence[Path], result: Result, out: Path, c
             f"the report needs the package {error.name}, which is not installed; pip install 'angpt[report]'"
         ) from error
     return write_page(study, runs, result, out, commands)
+
+
+def write_pages(study: Path, result: Result, out: Path, commands: Sequence[str]) -> list[Path]:
+    """Write the page of each size of a study: the runs at the best point of every architecture and budget."""
+    pages = []
+    for size in result.sizes:
+        shown = result.of_size(size)
+        target = out / (size if len(result.sizes) > 1 else "")
+        target.mkdir(parents=True, exist_ok=True)
+        folders = [path for run in shown.runs if (path := study / "runs" / run.name).exists()]
+        pages.append(write_report(study, folders, shown, target, commands))
+    return pages

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from angpt.evaluation.results import Line, lines, number, read_results
 from angpt.present import words as text
-from angpt.report.records import Study
+from angpt.report.records import Material
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Evaluations:
     lines: tuple[Line, ...]
 
 
-def read_evaluations(study: Study) -> Evaluations:
-    """Of the runs that have been evaluated."""
-    found = [(run.result, results) for run in study.runs if (results := read_results(run.path)) is not None]
-    runs = (EvaluatedRun(r.architecture, text.quantity(r.budget), r.seed, e.model.weights[:8]) for r, e in found)
+def read_evaluations(study: Material) -> Evaluations:
+    """The evaluations of the runs that have some."""
+    found = [(run.result, results) for run in study.runs if (results := read_results(run.record.path)) is not None]
+    runs = (EvaluatedRun(r.architecture, text.quantity(r.tokens), r.seed, e.model.weights[:8]) for r, e in found)
     return Evaluations(tuple(runs), tuple(lines([results for _, results in found])))
 
 

@@ -10,24 +10,27 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from angpt.present.charts import Absent, Chart, Row
 from angpt.present.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
 from angpt.present.words import interval, label, listed, overhead, quantity, speedup
-from angpt.report.records import Evaluation, RunRecords, Study
+from angpt.report.records import Material, ReportedRun
+from angpt.results import Cost, SpeedUp
+from angpt.results import Row as ResultRow
 from angpt.stats import Interval
-from angpt.studies.results import Cell, Cost, SpeedUp
+from angpt.training.record import Evaluation
 
+Kind = Literal["tokens", "seconds"]
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""
 
 
-def loss_curves(study: Study) -> Chart | Absent:
+def loss_curves(study: Material) -> Chart | Absent:
     """Validation loss against tokens and against time."""
     title = "Validation loss through training"
-    runs = [run for run in study.runs if run.evaluations]
+    runs = [run for run in study.runs if run.record.evaluations]
     if not runs:
         return Absent(title, "No run has been evaluated yet.")
     style = looks(study.result.architectures)
-    largest = max(run.result.budget for run in runs)
-    means = {a: _mean_curve([run for run in study.of(a) if run.result.budget == largest]) for a in style}
-    seconds, unit = _time_unit(max(run.evaluations[-1].seconds for run in runs))
+    largest = max(run.result.tokens for run in runs)
+    means = {a: _mean_curve([run for run in study.of(a) if run.result.tokens == largest]) for a in style}
+    seconds, unit = _time_unit(max(run.record.evaluations[-1].seconds for run in runs))
     low, high = _loss_range(runs, largest)
     abscissas: tuple[Callable[[Evaluation], float], ...] = (lambda e: e.tokens, lambda e: e.seconds / seconds)
 
@@ -35,7 +38,7 @@ def loss_curves(study: Study) -> Chart | Absent:
         figure, axes = panels(2, narrow, columns=2, height=3.5, sharey=not narrow)
         for ax, x in zip(axes, abscissas, strict=True):
             for run in runs:
-                points = [(x(e), e.loss) for e in run.evaluations]
+                points = [(x(e), e.loss) for e in run.record.evaluations]
                 ax.plot(*zip(*points, strict=True), color=style[run.result.architecture].color, lw=0.8, alpha=0.45)
             for architecture, curve in means.items():
                 look = style[architecture]
@@ -64,18 +67,20 @@ def loss_curves(study: Study) -> Chart | Absent:
         alt=f"Two line charts of the validation loss. Mean at the last evaluation: {listed(ends) or 'none yet'}.",
         columns=("run", "architecture", "seed", "budget", "tokens", "seconds", "val_loss"),
         rows=tuple(
-            (r.result.name, r.result.architecture, r.result.seed, r.result.budget, e.tokens, e.seconds, e.loss)
+            (r.result.name, r.result.architecture, r.result.seed, r.result.tokens, e.tokens, e.seconds, e.loss)
             for r in runs
-            for e in r.evaluations
+            for e in r.record.evaluations
         ),
         draw=draw,
     )
 
 
-def _mean_curve(runs: list[RunRecords]) -> list[Evaluation]:
+def _mean_curve(runs: list[ReportedRun]) -> list[Evaluation]:
     """The mean over runs, wherever all that have not diverged were evaluated."""
     curves = [
-        {e.tokens: e for e in run.evaluations} for run in runs if run.evaluations and run.result.status != "diverged"
+        {e.tokens: e for e in run.record.evaluations}
+        for run in runs
+        if run.record.evaluations and run.result.status != "diverged"
     ]
     if not curves:
         return []
@@ -87,12 +92,12 @@ def _mean_curve(runs: list[RunRecords]) -> list[Evaluation]:
     return mean
 
 
-def _loss_range(runs: list[RunRecords], largest: int) -> tuple[float, float]:
+def _loss_range(runs: list[ReportedRun], largest: int) -> tuple[float, float]:
     """Losses worth seeing: where every run ends, and what the longest do after their steep start."""
     steady = [run for run in runs if run.result.status != "diverged"] or runs
-    late = [e.loss for run in steady for e in run.evaluations if e.tokens >= EARLY * largest]
-    high = max(late + [run.evaluations[-1].loss for run in steady])
-    low = min(e.loss for run in steady for e in run.evaluations)
+    late = [e.loss for run in steady for e in run.record.evaluations if e.tokens >= EARLY * largest]
+    high = max(late + [run.record.evaluations[-1].loss for run in steady])
+    low = min(e.loss for run in steady for e in run.record.evaluations)
     margin = 0.05 * (high - low) or 0.1
     return low - margin, high + margin
 
@@ -104,26 +109,27 @@ def _time_unit(longest: float) -> tuple[float, str]:
     return 1.0, "seconds"
 
 
-def budgets(study: Study) -> Chart | Absent:
+def budgets(study: Material) -> Chart | Absent:
     """Final loss and speed-up against the budget; by architecture, where there is one budget."""
     title = "Final loss and speed-up"
-    cells = [cell for cell in study.result.cells if cell.val_loss is not None]
-    if not cells:
+    finished = (row for row in study.result.rows if row.val_loss is not None)
+    rows = sorted(finished, key=lambda row: row.tokens)
+    if not rows:
         return Absent(title, "No run has finished yet.")
     baseline = label(study.result.baseline)
     style = looks(study.result.architectures)
-    place = _Places(tuple(sorted({cell.budget for cell in cells})), tuple(style))
+    place = _Places(tuple(sorted({row.tokens for row in rows})), tuple(style))
     title += " by token budget" if len(place.budgets) > 1 else f" at {quantity(place.budgets[0])} tokens"
-    kinds: list[Literal["tokens", "seconds"]] = []
-    if any(cell.speedup_tokens for cell in cells):
+    kinds: list[Kind] = []
+    if any(row.speedup_tokens for row in rows):
         kinds.append("tokens")
-    if any(cell.speedup_seconds for cell in cells):
+    if any(row.speedup_seconds for row in rows):
         kinds.append("seconds")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(1 + len(kinds), narrow, height=3.2)
         for architecture, look in style.items():
-            mine = [cell for cell in cells if cell.architecture == architecture]
+            mine = [row for row in rows if row.architecture == architecture]
             _draw_losses(axes[0], mine, place, look)
             for ax, kind in zip(axes[1:], kinds, strict=True):
                 _draw_speedups(ax, mine, kind, place, look)
@@ -137,7 +143,7 @@ def budgets(study: Study) -> Chart | Absent:
         fold_legend(figure, axes[0], narrow)
         return figure
 
-    intervals = any(cell.val_loss is not None and cell.val_loss.low is not None for cell in cells)
+    intervals = any(row.val_loss is not None and row.val_loss.low is not None for row in rows)
     caption = "Validation loss at the end of training" + (", over seeds" if len(study.result.seeds) > 1 else "") + ". "
     if kinds:
         caption += f"The speed-up is what {baseline} needs for the same loss, divided by what was used; 1, the dashed "
@@ -149,26 +155,26 @@ def budgets(study: Study) -> Chart | Absent:
         name="budgets",
         title=title,
         caption=caption,
-        alt="Final loss and speed-up. " + "; ".join(_describe(cell) for cell in cells) + ".",
+        alt="Final loss and speed-up. " + "; ".join(_describe(row) for row in rows) + ".",
         columns=("architecture", "budget", "seeds", "val_loss", "low", "high", "diverged",
                  "speedup_tokens", "relation", "low", "high", "speedup_seconds", "relation", "low", "high"),
-        rows=tuple(_budget_row(cell) for cell in cells),
+        rows=tuple(_budget_row(row) for row in rows),
         draw=draw,
     )  # fmt: skip
 
 
 class _Places:
-    """Where a cell stands on the x axis: at its budget, or at its architecture if there is one budget only."""
+    """Where a row stands on the x axis: at its budget, or at its architecture if there is one budget only."""
 
     def __init__(self, budgets: tuple[int, ...], architectures: tuple[str, ...]) -> None:
         self.budgets, self.architectures = budgets, architectures
 
-    def x(self, cell: Cell) -> float:
-        number = self.architectures.index(cell.architecture)
+    def x(self, row: ResultRow) -> float:
+        number = self.architectures.index(row.architecture)
         if len(self.budgets) == 1:
             return number
         aside = number - (len(self.architectures) - 1) / 2  # so that intervals do not lie on each other
-        return cell.budget * 2 ** (0.06 * aside)
+        return row.tokens * 2 ** (0.06 * aside)
 
     def dress(self, ax: Axes) -> None:
         if len(self.budgets) == 1:
@@ -186,18 +192,20 @@ class _Places:
         ax.set_xlabel("token budget")
 
 
-def _draw_losses(ax: Axes, cells: list[Cell], place: _Places, look: Look) -> None:
-    for cell in cells:
-        assert cell.val_loss is not None
-        _bar(ax, place.x(cell), cell.val_loss.low, cell.val_loss.high, look)
-    points = [(place.x(cell), cell.val_loss.mean) for cell in cells if cell.val_loss is not None]
+def _draw_losses(ax: Axes, rows: list[ResultRow], place: _Places, look: Look) -> None:
+    for row in rows:
+        assert row.val_loss is not None
+        _bar(ax, place.x(row), row.val_loss.low, row.val_loss.high, look)
+    points = [(place.x(row), row.val_loss.mean) for row in rows if row.val_loss is not None]
     if points:
         x, y = zip(*points, strict=True)
-        ax.plot(x, y, look.marker + "-", color=look.color, lw=1.6, ms=6, label=label(cells[0].architecture))
+        ax.plot(x, y, look.marker + "-", color=look.color, lw=1.6, ms=6, label=label(rows[0].architecture))
 
 
-def _draw_speedups(ax: Axes, cells: list[Cell], kind: Literal["tokens", "seconds"], place: _Places, look: Look) -> None:
-    found = [(place.x(c), s) for c in cells if (s := c.speedup_tokens if kind == "tokens" else c.speedup_seconds)]
+def _draw_speedups(
+    ax: Axes, rows: list[ResultRow], kind: Literal["tokens", "seconds"], place: _Places, look: Look
+) -> None:
+    found = [(place.x(c), s) for c in rows if (s := c.speedup_tokens if kind == "tokens" else c.speedup_seconds)]
     ax.plot([x for x, _ in found], [s.value for _, s in found], color=look.color, lw=1.6)
     for x, s in found:
         _bar(ax, x, s.low, s.high, look)
@@ -214,26 +222,26 @@ def _bar(ax: Axes, x: float, low: float | None, high: float | None, look: Look) 
         ax.errorbar([x], [(low + high) / 2], yerr=(high - low) / 2, color=look.color, lw=1.4, capsize=3.5, fmt="none")
 
 
-def _describe(cell: Cell) -> str:
-    assert cell.val_loss is not None
-    text = f"{label(cell.architecture)} at {quantity(cell.budget)} tokens: loss {interval(cell.val_loss, 4)}"
-    if cell.speedup_tokens is not None:
-        text += f", {speedup(**vars(cell.speedup_tokens))} in tokens"
+def _describe(row: ResultRow) -> str:
+    assert row.val_loss is not None
+    text = f"{label(row.architecture)} at {quantity(row.tokens)} tokens: loss {interval(row.val_loss, 4)}"
+    if row.speedup_tokens is not None:
+        text += f", {speedup(**vars(row.speedup_tokens))} in tokens"
     return text
 
 
-def _budget_row(cell: Cell) -> Row:
-    loss = cell.val_loss
+def _budget_row(row: ResultRow) -> Row:
+    loss = row.val_loss
     assert loss is not None
-    row: Row = (cell.architecture, cell.budget, loss.n, loss.mean, loss.low, loss.high, cell.diverged)
-    return row + _speedup_row(cell.speedup_tokens) + _speedup_row(cell.speedup_seconds)
+    first: Row = (row.architecture, row.tokens, loss.n, loss.mean, loss.low, loss.high, row.diverged)
+    return first + _speedup_row(row.speedup_tokens) + _speedup_row(row.speedup_seconds)
 
 
 def _speedup_row(s: SpeedUp | None) -> Row:
     return (None,) * 4 if s is None else (s.value, s.relation, s.low, s.high)
 
 
-def costs(study: Study) -> Chart | Absent:
+def costs(study: Material) -> Chart | Absent:
     """Step time and memory."""
     title = "What a training step costs"
     found = study.result.costs

@@ -1,21 +1,25 @@
 """The page: the parts of a study, worded and put into the template."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from angpt.errors import UserError
+from angpt.inference.source import Source, open_source
 from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
-from angpt.present.layers import alphas, input_norms, row_norms
+from angpt.present.layers import LayerHistory, alphas, input_norms, row_norms
 from angpt.present.style import looks
 from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
-from angpt.report.records import Study, layer_histories, read_study
+from angpt.report.records import Material, read_material
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
-from angpt.studies.results import Cell, Result
+from angpt.results import Result, Row, State
 from angpt.system import write_atomically
 
 ENVIRONMENT = {
@@ -36,18 +40,19 @@ ENVIRONMENT = {
 class BudgetGroup:
     """The rows of the table of losses for one budget."""
 
-    budget: int
-    cells: tuple[Cell, ...]
+    tokens: int
+    rows: tuple[Row, ...]
     best: str | None
     """The architecture with the lowest mean, if there is something to compare."""
 
 
 def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, commands: Sequence[str]) -> Path:
     """Write `report.html` and `figures/` into `out`; the path of the page."""
-    material = read_study(runs, result)
+    material = read_material(runs, result)
+    sources = open_sources(material)
     figures = out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    layers = layer_histories(material)
+    layers = _histories(material)
     charts = [loss_curves(material), budgets(material), input_norms(layers), alphas(layers), row_norms(layers)]
     charts.append(costs(material))
     drawn: list[Drawn | Absent] = [write_chart(c, figures) if isinstance(c, Chart) else c for c in charts]
@@ -72,8 +77,8 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         colors={a: look.color for a, look in looks(result.architectures).items()},
         figures=drawn,
         evaluations=read_evaluations(material),
-        inside=look_inside(material, study, out),
-        samples=make_samples(material),
+        inside=look_inside(material, sources, study, out),
+        samples=make_samples(material, sources),
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
         f"{TEMPERATURE:g} among the {TOP_K} likeliest tokens, seed {SEED}",
         commands=commands,
@@ -85,6 +90,25 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
     return path
 
 
+def open_sources(study: Material) -> dict[str, Source]:
+    """The models that are measured and sampled from, by the name of their run; those without a good checkpoint are
+    left out. To open one reads its whole checkpoint for its checksum, so it is done once."""
+    found = {}
+    for run in study.representatives():
+        with suppress(UserError):
+            found[run.result.name] = open_source(run.record.path)
+    return found
+
+
+def _histories(study: Material) -> list[LayerHistory]:
+    """The records of the layers of the run that stands for each architecture."""
+    return [
+        LayerHistory(text.label(r.architecture), r.architecture, r.name, r.tokens, r.seed, run.record.layers)
+        for run in study.representatives()
+        for r in [run.result]
+    ]
+
+
 def _title(result: Result) -> str:
     names = [text.label(a) for a in result.architectures]
     return f"{text.listed(names) if len(names) <= 4 else text.plural(len(names), 'architecture')} compared"
@@ -92,16 +116,18 @@ def _title(result: Result) -> str:
 
 def _state(result: Result) -> str:
     """How many runs have ended, and how."""
-    counts = {status: sum(run.status == status for run in result.runs) for status in ("finished", "diverged")}
-    unfinished = sum(run.status == "interrupted" for run in result.runs)
-    waiting = sum(run.status == "waiting" for run in result.runs)
+    counts = Counter(run.status for run in result.runs)
     words = [f"{counts['finished']} of {text.plural(len(result.runs), 'run')} finished"]
-    words += [f"{n} {word}" for n, word in
-              ((counts["diverged"], "diverged"), (unfinished, "unfinished"), (waiting, "waiting")) if n]  # fmt: skip
-    return ", ".join(words)
+    shown: dict[str, State] = {
+        "diverged": "diverged",
+        "unfinished": "stopped",
+        "failed": "failed",
+        "waiting": "waiting",
+    }
+    return ", ".join(words + [f"{counts[status]} {word}" for word, status in shown.items() if counts[status]])
 
 
-def _facts(study: Study) -> list[str]:
+def _facts(study: Material) -> list[str]:
     """What was compared, in a few words each."""
     result = study.result
     facts = []
@@ -116,16 +142,16 @@ def _facts(study: Study) -> list[str]:
 
 def _groups(result: Result) -> list[BudgetGroup]:
     groups = []
-    for budget in result.budgets:
-        cells = tuple(cell for cell in result.cells if cell.budget == budget)
-        means = {cell.architecture: cell.val_loss.mean for cell in cells if cell.val_loss is not None}
-        groups.append(BudgetGroup(budget, cells, min(means, key=means.__getitem__) if len(means) > 1 else None))
+    for tokens in result.budgets:
+        rows = tuple(row for row in result.rows if row.tokens == tokens)
+        means = {row.architecture: row.val_loss.mean for row in rows if row.val_loss is not None}
+        groups.append(BudgetGroup(tokens, rows, min(means, key=means.__getitem__) if len(means) > 1 else None))
     return groups
 
 
-def _setup(study: Study) -> dict[str, list[str]]:
+def _setup(study: Material) -> dict[str, list[str]]:
     """The settings of the runs; several values where they differ."""
-    configs = [run.config for run in study.runs]
+    configs = [run.record.config for run in study.runs]
     return {
         "Data": _values(c.data.path for c in configs),
         "Width d_m": _values(str(c.model.d_model) for c in configs),
@@ -138,8 +164,8 @@ def _setup(study: Study) -> dict[str, list[str]]:
     }
 
 
-def _environment(study: Study) -> dict[str, list[str]]:
-    found = [run.summary.environment for run in study.runs if run.summary is not None]
+def _environment(study: Material) -> dict[str, list[str]]:
+    found = [run.record.summary.environment for run in study.runs if run.record.summary is not None]
     names = [*ENVIRONMENT, *sorted({key for e in found for key in e} - set(ENVIRONMENT))]
     rows = {ENVIRONMENT.get(name, name): _values(e[name] for e in found if name in e) for name in names}
     return {name: values for name, values in rows.items() if values}

@@ -1,5 +1,6 @@
 """What the trained models write: the same beginnings of validation documents, continued by each."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +11,15 @@ from torch import Tensor
 from angpt.data.shards import TOKENIZER, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.sampling import Sampling
-from angpt.inference.source import open_source
+from angpt.inference.source import Source
+from angpt.models.folded import Folded
 from angpt.present.words import label
-from angpt.report.records import Study
+from angpt.report.inside import LARGEST
+from angpt.report.records import Material
+from angpt.training.hardware import choose_device
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
 TEMPERATURE, TOP_K, SEED = 0.8, 50, 0
@@ -45,12 +50,12 @@ class Samples:
     """Why there is nothing, or not from every model."""
 
 
-def make_samples(study: Study) -> Samples:
+def make_samples(study: Material, sources: Mapping[str, Source]) -> Samples:
     """Continue the first validation documents with the run that stands for each architecture."""
-    runs = [run for a in study.result.architectures if (run := study.representative(a)) is not None]
+    runs = study.representatives()
     if not runs:
         return Samples((), "No run has started yet.")
-    folder = Path(runs[0].config.data.path)
+    folder = Path(runs[0].record.config.data.path)
     if not (folder / TOKENIZER).exists():
         return Samples((), f"There is no tokenizer to write text with: {folder / TOKENIZER} does not exist.")
     try:
@@ -63,11 +68,10 @@ def make_samples(study: Study) -> Samples:
         return Samples((), f"No validation document in {folder} has {PROMPT_TOKENS} tokens.")
     columns, notes = [], []
     for run in runs:
-        try:
-            model = open_source(run.path).folded()
-        except UserError:
+        if run.result.name not in sources:
             notes.append(f"{label(run.result.architecture)} has no good checkpoint yet.")
             continue
+        model = _folded(sources[run.result.name], large=run.result.parameters > LARGEST)
         how = Sampling(temperature=TEMPERATURE, top_k=TOP_K)
         tokens = generate(model, prompts, NEW_TOKENS, how, seed=SEED, end=data.eot, sliding=True)
         made = [_until_end(row, data.eot) for row in tokens]
@@ -80,6 +84,11 @@ def make_samples(study: Study) -> Samples:
     texts = [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts.tolist()]
     rows = zip(*columns, strict=True) if columns else ()
     return Samples(tuple(Sample(text, row) for text, row in zip(texts, rows, strict=False)), " ".join(notes))
+
+
+def _folded(source: Source, large: bool) -> Folded:
+    """The model for inference: a large one on the GPU where there is one, others on the CPU."""
+    return fold(source.decoder().to(choose_device("auto" if large else "cpu")))
 
 
 def first_documents(data: TokenData) -> Tensor:

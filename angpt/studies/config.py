@@ -1,50 +1,13 @@
-"""The configuration of a comparison, and that of a study."""
+"""The configuration of a study: its file, key by key."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-import tyro
+from typing import Any, Literal
 
 from angpt.config import SIZES, ModelConfig, TrainConfig, parse_budget
 from angpt.errors import UserError, nearest
 from angpt.slurm import SlurmConfig
-
-
-@dataclass(frozen=True)
-class CompareConfig:
-    """What is compared, on what."""
-
-    architectures: tuple[str, ...] = ("gpt+", "ngpt", "angpt")
-    """Architectures and variants; the first is the baseline."""
-    seeds: tuple[int, ...] = (0, 1)
-    """Each seed starts the model and orders the data in its own way, the same for every architecture."""
-    budgets: tuple[str, ...] = ()
-    """Token budgets, each a complete training; a half, once and twice the budget of the run settings unless given."""
-    lrs: dict[str, float] = field(default_factory=dict)
-    """Learning rates of architectures, such as angpt 0.01; by the rule for the size unless given."""
-    tune: int = 0
-    """Try this many learning rates for each architecture first, a factor of two apart, on a part of the training data
-    that is held out for it, and take the best. Where the best is the lowest or highest of them, go on beyond it."""
-    train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
-    """Everything else about the runs."""
-
-    def __post_init__(self) -> None:
-        _distinct(self, "architectures", "seeds", "budgets")
-        _some(self, "architectures", "seeds")
-        if unknown := set(self.lrs) - set(self.architectures):
-            raise UserError(f"lrs: {', '.join(sorted(unknown))} is not among the architectures that are compared")
-        if wrong := [name for name, lr in self.lrs.items() if not 0 < lr < float("inf")]:
-            raise UserError(f"lrs: the rate of {wrong[0]} must be positive and finite")
-        if self.train.optimizer.lr is not None:
-            raise UserError("a comparison has a rate for each architecture: give --lrs rather than --optimizer.lr")
-        if self.train.seed != TrainConfig.seed:
-            raise UserError("a comparison has several seeds: give --seeds rather than --seed")
-        if self.train.model.architecture != ModelConfig.architecture:
-            raise UserError("a comparison has several architectures: give --architectures rather than --arch")
-        if self.tune < 0:
-            raise UserError(f"tune = {self.tune} must not be negative")
 
 
 @dataclass(frozen=True)
@@ -70,7 +33,7 @@ class Grid:
     batches: tuple[int | str, ...] = ("1x",)
     """Tokens per step."""
     lrs: tuple[float | str, ...] = ("1x",)
-    """Peak learning rates."""
+    """Peak learning rates; multiples are of those of [lrs] where it names the architecture."""
     seeds: tuple[int, ...] = (0,)
     """Of the start of the model and the order of the data."""
     lr_limits: tuple[float, ...] = ()
@@ -78,22 +41,38 @@ class Grid:
     the grid stays as it is unless given."""
     batch_limits: tuple[int, ...] = ()
     """The same for the tokens per step."""
+    tune: int = 0
+    """Try this many learning rates for each architecture and size first, a factor of two apart around the one of
+    `lrs`, with the smallest budget and the first seed, and train all runs with the best. The trials are evaluated on a
+    part of the training data that is held out for them. They go on beyond their edge as with lr_limits, which is 16
+    times beyond the lowest and highest rate unless given."""
+    tuning_split: float = 0.05
+    """The part of the training data that the trials of `tune` are evaluated on."""
 
     def __post_init__(self) -> None:
-        axes = ("architectures", "sizes", "budgets", "batches", "lrs", "seeds")
-        _distinct(self, *axes, prefix="grid.")
-        _some(self, "architectures", "batches", "lrs", "seeds", prefix="grid.")
+        for name in ("architectures", "sizes", "budgets", "batches", "lrs", "seeds"):
+            axis: Sequence[Any] = getattr(self, name)
+            if len(set(axis)) != len(axis):
+                raise UserError(f"grid.{name} = {', '.join(map(str, axis))} names one twice")
+            if not axis and name not in ("sizes", "budgets"):
+                raise UserError(f"grid.{name}: name at least one")
         for name in ("batches", "lrs"):
             for value in getattr(self, name):
                 if not 0 < (multiple(value, f"grid.{name}") if isinstance(value, str) else value) < float("inf"):
                     raise UserError(f"grid.{name}: {value} must be positive and finite")
         for text in self.budgets:
             parse_budget(text, parameters=10**9)
-        for name, axis in (("lr_limits", self.lrs), ("batch_limits", self.batches)):
+        if self.tune < 0:
+            raise UserError(f"grid.tune = {self.tune} must not be negative")
+        if self.tune and (len(self.lrs) > 1 or len(self.batches) > 1 or self.batch_limits):
+            raise UserError("grid.tune: chooses the learning rate, so lrs and batches must have one value each")
+        if not 0 < self.tuning_split < 1:
+            raise UserError(f"grid.tuning_split must be in (0, 1), not {self.tuning_split}")
+        for name, values in (("lr_limits", self.tune or len(self.lrs)), ("batch_limits", len(self.batches))):
             limits: tuple[float, ...] = getattr(self, name)
             if limits and not (len(limits) == 2 and 0 < limits[0] < limits[1] < float("inf")):
                 raise UserError(f"grid.{name} = {list(limits)}: give the lowest and the highest value")
-            if limits and len(axis) < 2:
+            if limits and values < 2:
                 raise UserError(f"grid.{name}: a grid goes on by its own ratio, so it must have two values at least")
 
 
@@ -107,11 +86,16 @@ class StudyConfig:
     """Architecture that losses are compared with, size by size; the first of the first grid unless given."""
     baseline_budget: str | None = None
     """Its budget; that of each row unless given."""
+    names: Literal["full", "short"] = "full"
+    """Names of run folders. full: angpt-32M-20x-b65536-lr0.016-s0; the file can grow by further batch sizes and rates.
+    short: angpt-600k-s0, for a study with one batch size and one rate for each architecture, size and budget."""
     beta2_below_100M: float | None = None
     """Adam's β₂ of models below 100 million parameters (the paper's hyper-parameter study takes 0.99)."""
     threads: int | None = None
     """CPU threads of a run. The same number gives the same bits however the study is executed; unless given, the cores
     are shared among the runs under way."""
+    lrs: dict[str, float] = field(default_factory=dict)
+    """Learning rates of architectures that multiples refer to, under [lrs]; by the rule for the size unless given."""
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Sizes of the study's own: [shapes.tiny] with d_model, n_layers and n_heads."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -139,6 +123,10 @@ class StudyConfig:
         architectures = list(dict.fromkeys(name for grid in self.grid for name in grid.architectures))
         if self.baseline and self.baseline not in architectures:
             raise UserError(f"baseline = {self.baseline!r} is not in a grid: {nearest(self.baseline, architectures)}")
+        if unknown := set(self.lrs) - set(architectures):
+            raise UserError(f"lrs: {', '.join(sorted(unknown))} is not among the architectures that are compared")
+        if wrong := [name for name, lr in self.lrs.items() if not 0 < lr < float("inf")]:
+            raise UserError(f"lrs: the rate of {wrong[0]} must be positive and finite")
         if self.baseline_budget is not None:
             parse_budget(self.baseline_budget, parameters=10**9)
         if self.beta2_below_100M is not None and not 0 <= self.beta2_below_100M < 1:
@@ -153,16 +141,3 @@ def multiple(text: str, where: str) -> float:
     if match is None:
         raise UserError(f"{where}: {text!r} is neither a number nor a multiple such as 2x")
     return float(match[1])
-
-
-def _distinct(config: Any, *names: str, prefix: str = "") -> None:
-    for name in names:
-        values: Sequence[Any] = getattr(config, name)
-        if len(set(values)) != len(values):
-            raise UserError(f"{prefix}{name} = {', '.join(map(str, values))} names one twice")
-
-
-def _some(config: Any, *names: str, prefix: str = "") -> None:
-    for name in names:
-        if not getattr(config, name):
-            raise UserError(f"{prefix}{name}: name at least one")

@@ -61,24 +61,22 @@ def execute(
     jobs: Callable[[], Sequence[Job]],
     pool: Pool,
     tick: Callable[[Sequence[Job], set[Path]], None],
-    failed: Callable[[Job, str], None] | None = None,
+    failed: Callable[[Job, str], None],
 ) -> None:
     """Bring all jobs to their end.
 
     `jobs` is asked again when a run has ended, for what came out may call for further ones. `tick` is called often,
-    with all jobs and the folders under way. `failed` is told what went wrong with a run, and the others go on; without
-    it, the first failure stops them at their next step and is raised. So is an interrupt. Both leave everything such
-    that the same call goes on.
+    with all jobs and the folders under way. `failed` is told what went wrong with a run, and the others go on. An
+    interrupt stops all at their next step; the same call goes on.
     """
-    failures: dict[Path, str] = {}
+    failures: set[Path] = set()
     with _interrupts() as interrupted:
         current = jobs()
         for job in current:
             check_settings(job)
         waiting = _to_do(current, pool, failures)
         while True:
-            stop = interrupted.is_set() or (bool(failures) and failed is None)
-            if stop:
+            if interrupted.is_set():
                 waiting = []
                 pool.stop()
             while waiting and len(pool.taken) < pool.slots and not interrupted.is_set():
@@ -86,25 +84,22 @@ def execute(
             tick(current, pool.running)
             if not waiting and not pool.taken:
                 break
-            over = pool.wait(1.0 if stop else POLL_SECONDS)
+            over = pool.wait(1.0 if interrupted.is_set() else POLL_SECONDS)
             for job, failure in over:
                 if failure is not None:
-                    failures[job.folder] = failure
-                    if failed is not None:
-                        failed(job, failure)
+                    failures.add(job.folder)
+                    failed(job, failure)
             if over:
                 current = jobs()
                 waiting = _to_do(current, pool, failures)
     tick(current, set())
-    if failures and failed is None:
-        raise UserError(next(iter(failures.values())))
     if interrupted.is_set():
         raise Interrupted
 
 
-def _to_do(jobs: Sequence[Job], pool: Pool, failures: dict[Path, str]) -> list[Job]:
+def _to_do(jobs: Sequence[Job], pool: Pool, failures: set[Path]) -> list[Job]:
     """The jobs to start, the first of them last."""
-    skipped = pool.taken | set(failures)
+    skipped = pool.taken | failures
     open_jobs = [j for j in jobs if j.folder not in skipped and ended(j.folder) is None and not j.failure.exists()]
     return open_jobs[::-1]
 
@@ -212,7 +207,7 @@ class Processes:
 
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     """In the child: train, or say why not."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # outside of the loop, which listens, there is nothing to save
+    for number in (signal.SIGINT, signal.SIGTERM):  # outside the loop, which listens, there is nothing to save
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_parent()
     import torch

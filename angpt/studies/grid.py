@@ -8,11 +8,14 @@ from itertools import product
 from angpt.config import SIZES, TrainConfig, parse_budget
 from angpt.errors import UserError
 from angpt.studies.config import Grid, Shape, StudyConfig, multiple
-from angpt.studies.search import rounded
+from angpt.studies.search import SLACK, rounded
 from angpt.training.plan import count, rule_for
 
 SMALL = 100_000_000
 """Parameters below which `beta2_below_100M` holds."""
+TUNING_RATIO = 2.0
+TUNING_REACH = 16.0
+"""How far beyond their first and last rate trials may go unless lr_limits are given."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,13 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The same for the same settings, whatever else the study holds."""
+        """The full name, the same for the same settings, whatever else the study holds."""
         return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-s{self.seed}"
+
+    @property
+    def short_name(self) -> str:
+        """The name in a study with one batch size and one learning rate for each group."""
+        return f"{self.group.name}-s{self.seed}"
 
 
 def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
@@ -53,20 +61,37 @@ def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
 
 
 def start_lines(grid: Grid, group: Group, config: StudyConfig) -> dict[int, list[float]]:
-    """The learning rates at each batch size that the grid names."""
+    """The learning rates at each batch size that the grid names, or those of the first trials where it is tuned."""
     model = sized(config, group).model
     parameters, _ = count(model)
     rule = rule_for(group.architecture)
-    batch, lr = rule.batch_at(parameters, model.context), rule.lr_at(parameters)
-    rates = [rounded(multiple(v, "lrs") * lr) if isinstance(v, str) else v for v in grid.lrs]
+    batch = rule.batch_at(parameters, model.context)
+    lr = config.lrs.get(group.architecture) or rule.lr_at(parameters)
+    rates = [_times(multiple(v, "lrs"), lr) if isinstance(v, str) else v for v in grid.lrs]
     batches = [
         _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
     ]
+    if grid.tune:
+        rates = [rounded(rates[0] * TUNING_RATIO ** (i - (grid.tune - 1) / 2)) for i in range(grid.tune)]
     for name, values, limits in (("lr", rates, grid.lr_limits), ("batch", batches, grid.batch_limits)):
         for value in values:
             if limits and not limits[0] <= value <= limits[1]:
-                raise UserError(f"grid.{name}_limits: {value:g}, where {group.name} begins, lies outside of them")
+                raise UserError(f"grid.{name}_limits: {value:g}, where {group.name} begins, lies outside them")
     return {tokens: sorted(set(rates)) for tokens in sorted(set(batches))}
+
+
+def lr_limits(grid: Grid, start: Mapping[int, list[float]]) -> tuple[float, ...]:
+    """How far the learning rates may go beyond those that the grid begins with; empty where they stay as they are."""
+    if not grid.tune or grid.lr_limits:
+        return grid.lr_limits
+    rates = [rate for line in start.values() for rate in line]
+    return min(rates) / TUNING_REACH, max(rates) * TUNING_REACH
+
+
+def tuning_group(config: StudyConfig, grid: Grid, group: Group) -> Group:
+    """The group of the trials that choose the learning rate of a group: that of the smallest budget."""
+    budgets = [dataclasses.replace(group, budget=budget_name(text)) for text in grid.budgets or (config.train.tokens,)]
+    return min(budgets, key=lambda other: budget_tokens(config, other))
 
 
 def sized(config: StudyConfig, group: Group) -> TrainConfig:
@@ -123,6 +148,10 @@ def short(tokens: int) -> str:
     return str(tokens)
 
 
+def _times(factor: float, lr: float) -> float:
+    return lr if factor == 1 else rounded(factor * lr)
+
+
 def _sequences(tokens: float, context: int) -> int:
     return context * max(1, round(tokens / context))
 
@@ -131,15 +160,15 @@ def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, lis
     """What the lines could grow to within their limits, for an upper bound of the cost."""
     rates = sorted({rate for line in start.values() for rate in line})
     batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits)
-    return {round(batch): _lattice(rates, grid.lr_limits) for batch in batches}
+    return {round(batch): [rounded(r) for r in _lattice(rates, lr_limits(grid, start))] for batch in batches}
 
 
 def _lattice(values: list[float], limits: tuple[float, ...]) -> list[float]:
     if not limits or len(values) < 2:
         return values
     found, (low, high) = list(values), limits
-    while (value := found[0] * found[0] / found[1]) >= low:
+    while (value := found[0] * found[0] / found[1]) >= low * (1 - SLACK):
         found.insert(0, value)
-    while (value := found[-1] * found[-1] / found[-2]) <= high:
+    while (value := found[-1] * found[-1] / found[-2]) <= high * (1 + SLACK):
         found.append(value)
     return found

@@ -1,19 +1,18 @@
 """A run as something to be done: whether it has ended, what it left, and how it is brought to its end."""
 
 import dataclasses
-import json
-import os
 import shlex
 import time
 import traceback
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from angpt.config import TrainConfig, differences
 from angpt.data.shards import INDEX, Index
 from angpt.errors import UserError
+from angpt.results import State
 from angpt.system import write_atomically
 from angpt.training.plan import Plan, make_plan
 from angpt.training.run import Run, Summary
@@ -22,11 +21,8 @@ if TYPE_CHECKING:
     from angpt.training.reporter import Reporter
 
 LOCK_SECONDS = 20.0
-TAIL_BYTES = 65_536
 MADE_BY = "# made by: "
 """Begins study.toml: the command that made the folder."""
-
-State = Literal["waiting", "queued", "running", "stopped", "finished", "diverged", "failed"]
 
 
 @dataclass(frozen=True)
@@ -75,22 +71,6 @@ def state_of(job: Job, running: bool) -> State:
     if job.failure.exists():
         return "failed"
     return "stopped" if job.folder.exists() else "waiting"
-
-
-def newest_record(path: Path) -> dict[str, Any]:
-    """The newest value of everything at the end of metrics.jsonl."""
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().split(b"\n")
-    merged: dict[str, Any] = {}
-    for line in lines[:-1]:
-        try:
-            merged |= json.loads(line)
-        except ValueError:  # the first may begin in the middle
-            continue
-    return merged
 
 
 def check_settings(job: Job) -> None:
@@ -150,13 +130,13 @@ def failure_of(job: Job) -> str | None:
 
 
 def check_new(folder: Path) -> None:
-    """Whether a comparison or a study can begin here."""
+    """Refuse a folder in which no study can begin."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
 
 
 def repeated_by(folder: Path, data: str) -> list[str]:
-    """What makes a comparison or a study again: the preparation of its data, where that is known, and the call."""
+    """The commands that make a study again: the preparation of its data, where that is known, and the call."""
     found = []
     index = Path(data) / INDEX
     if index.exists():

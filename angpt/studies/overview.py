@@ -11,7 +11,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from angpt.studies.jobs import Job, State, newest_record, state_of
+from angpt.results import State
+from angpt.studies.jobs import Job, state_of
+from angpt.training.record import newest_values
 
 MOST_ROWS = 24
 """Above this many runs the table shows those that run or have failed, and counts the others."""
@@ -42,7 +44,7 @@ class Overview:
         for job, state in states.items():
             if state != self.said.get(job.folder, "waiting"):
                 self.said[job.folder] = state
-                record = {} if state == "running" else newest_record(job.folder / "metrics.jsonl")
+                record = {} if state == "running" else newest_values(job.folder)
                 loss = _number(record.get("val_loss"), ".4f")
                 told = f"{state}, validation loss {loss}" if loss else state
                 self.console.print(f"{job.folder.name}: {told}", highlight=False, soft_wrap=True)
@@ -57,7 +59,7 @@ def _table(states: dict[Job, State]) -> Table:
         shown = {job: state for job, state in states.items() if state in ("running", "failed")}
         table.caption = ", ".join(f"{n} {state}" for state, n in Counter(states.values()).most_common())
     for job, state in shown.items():
-        record: dict[str, Any] = newest_record(job.folder / "metrics.jsonl")
+        record: dict[str, Any] = newest_values(job.folder)
         steps = job.plan.steps
         done = steps if state == "finished" else record.get("step", 0)
         table.add_row(

@@ -9,11 +9,13 @@ from rich import box
 from rich.table import Table
 
 from angpt.present.words import duration, label, plural, quantity
+from angpt.results import State
 from angpt.studies.cluster import in_queue
-from angpt.studies.jobs import Job, State, ended, failure_of, newest_record, state_of
+from angpt.studies.jobs import Job, ended, failure_of, state_of
 from angpt.studies.study import Study
 from angpt.system import available_cores
 from angpt.training.hardware import peak_flops
+from angpt.training.record import newest_values
 from angpt.training.run import Run
 
 ASSUMED_TFLOPS = 125.0
@@ -44,7 +46,7 @@ class Progress:
 
 
 def progress(study: Study) -> list[Progress]:
-    jobs = study.jobs()
+    jobs = study.planned()
     queue = in_queue(study.folder, [job.folder.name for job in jobs]) if shutil.which("squeue") else {}
     return [_progress(job, queue.get(job.folder.name)) for job in jobs]
 
@@ -57,7 +59,7 @@ def _progress(job: Job, queued: str | None) -> Progress:
         return Progress(job, state_of(job, running=False), done, summary.val_loss, rate)
     under_way = queued == "RUNNING" or (job.folder.exists() and Run(job.folder).busy())
     state: State = "queued" if queued is not None and not under_way else state_of(job, under_way)
-    record = newest_record(job.folder / "metrics.jsonl")
+    record = newest_values(job.folder)
     speed, note = record.get("tokens_per_s"), failure_of(job) if state == "failed" else None
     rate = speed * job.plan.flops_per_token if speed else None
     return Progress(job, state, record.get("step", 0) / job.plan.steps, record.get("val_loss"), rate, note or "")

@@ -13,9 +13,11 @@ from angpt.stats import edge
 Limits = Sequence[float]
 """Lowest and highest value to go to; empty for a grid that stays as it is."""
 Loss = Callable[[int, float], float | None]
-"""Of a batch size and a learning rate."""
+"""The loss at a batch size and a learning rate."""
 DIGITS = 3
-"""Of a rate that was worked out."""
+"""Significant digits of a rate that was worked out."""
+SLACK = 1e-6
+"""Relative tolerance of limits: one that is itself a value of the grid must not fall to rounding."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def side(losses: Mapping[float, float]) -> int:
 
 
 def beyond(losses: Mapping[float, float], limits: Limits) -> float | None:
-    """The next value to try; None where the best one is inside of the grid, or the limits are reached.
+    """The next value to try; None where the best one is inside the grid, or the limits are reached.
 
     Where every value diverged, lower ones are tried.
     """
@@ -46,8 +48,7 @@ def beyond(losses: Mapping[float, float], limits: Limits) -> float | None:
     values = sorted(losses)
     value = values[0] * values[0] / values[1] if at < 0 else values[-1] * values[-1] / values[-2]
     low, high = limits
-    slack = 1e-6  # a limit that is itself a value of the grid must not fall to rounding
-    return value if low * (1 - slack) <= value <= high * (1 + slack) else None
+    return value if low * (1 - SLACK) <= value <= high * (1 + SLACK) else None
 
 
 def grow(

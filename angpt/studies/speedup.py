@@ -2,7 +2,7 @@
 
 The baseline's complete runs at several budgets, each with its own schedule, give a curve of final loss against tokens
 (or seconds). The speed-up of another architecture is what the baseline needs for the same loss, read off this curve by
-linear interpolation of logarithms, over what the other used. Outside of the curve's range only a bound is known.
+linear interpolation of logarithms, over what the other used. Outside the curve's range only a bound is known.
 
 Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
 every architecture and budget of one comparison, and estimated from all of them together (`stats.pooled_deviation`).
@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from angpt.results import SpeedUp
 from angpt.stats import Deviation, mean_log
-from angpt.studies.results import SpeedUp
 
 
 @dataclass(frozen=True)

@@ -1,144 +1,241 @@
-"""From run folders to a Result: means over seeds, speed-ups, costs, and the verdict in one sentence."""
+"""From the runs at the best points of a study to its Result: means over seeds, speed-ups, costs, and the verdict."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from angpt.config import TrainConfig, parse_budget
 from angpt.present.words import label, quantity
-from angpt.stats import Interval, differ, geometric_mean, mean_interval, pooled_deviation
-from angpt.studies.results import Cell, Cost, Result, RunResult, RunStatus, SpeedUp
+from angpt.results import Cost, Result, Row, RunResult, SpeedUp
+from angpt.stats import (
+    Deviation,
+    Interval,
+    deviations,
+    differ,
+    geometric_mean,
+    mean_interval,
+    pooled_deviation,
+    relative_change,
+)
+from angpt.studies.grid import Group, short
+from angpt.studies.jobs import Job, state_of
+from angpt.studies.search import Loss, Optimum, optimum
 from angpt.studies.speedup import Point, speed_up
-from angpt.training.plan import make_plan
-from angpt.training.run import Run, Summary
+from angpt.training.record import newest_values
+from angpt.training.run import Run
 
 
-def summarise(runs: Sequence[tuple[Path, TrainConfig]], baseline: str) -> Result:
-    """The result of runs that are given by their folder, which need not exist yet, and their configuration."""
-    found = [_run_result(folder, config) for folder, config in runs]
-    summaries = {folder.resolve().name: _summary(folder) for folder, _ in runs}
-    architectures = tuple(dict.fromkeys(r.architecture for r in found))
-    budgets = tuple(sorted({r.budget for r in found}))
-    finished = [r for r in found if r.status == "finished" and r.val_loss is not None]
+@dataclass(frozen=True)
+class Chosen:
+    """The runs of a group at its best point."""
 
-    def points(used: Callable[[RunResult], float]) -> dict[tuple[str, int], Point]:
-        cells: dict[tuple[str, int], list[RunResult]] = {}
-        for r in finished:
-            cells.setdefault((r.architecture, r.budget), []).append(r)
-        return {
-            key: Point(tuple(used(r) for r in runs), tuple(r.val_loss or 0.0 for r in runs))
-            for key, runs in cells.items()
-        }
+    group: Group
+    best: Optimum
+    points: int
+    """Points that were tried."""
+    runs: tuple[RunResult, ...]
 
-    by_tokens, by_seconds = points(lambda r: r.budget), points(lambda r: r.seconds or 0.0)
-    deviation = pooled_deviation([p.losses for p in by_tokens.values()])
+    @property
+    def finished(self) -> list[RunResult]:
+        return [run for run in self.runs if run.val_loss is not None]
 
-    def compared(cells: dict[tuple[str, int], Point], key: tuple[str, int]) -> SpeedUp | None:
-        base = [p for (name, _), p in cells.items() if name == baseline]
-        uses = pooled_deviation([p.uses for p in cells.values()])
-        return None if key[0] == baseline or key not in cells else speed_up(base, cells[key], deviation, uses)
+    @property
+    def losses(self) -> list[float]:
+        return [run.val_loss for run in self.runs if run.val_loss is not None]
 
-    def apart(one: Cell, two: Cell) -> bool | None:
-        mine, theirs = (by_tokens[c.architecture, c.budget].losses for c in (one, two))
-        return differ(mine, theirs, deviation)
-
-    cells = tuple(
-        Cell(
-            architecture=architecture,
-            budget=budget,
-            val_loss=geometric_mean(by_tokens[key].losses, deviation) if key in by_tokens else None,
-            diverged=sum(r.status == "diverged" for r in found if (r.architecture, r.budget) == (architecture, budget)),
-            speedup_tokens=compared(by_tokens, key),
-            speedup_seconds=compared(by_seconds, key),
-        )
-        for architecture in architectures
-        for budget in budgets
-        for key in [(architecture, budget)]
-    )
-    costs = _costs(finished, summaries, architectures, baseline)
-    complete = all(r.status in ("finished", "diverged") for r in found)
-    return Result(
-        baseline=baseline,
-        architectures=architectures,
-        budgets=budgets,
-        seeds=tuple(sorted({r.seed for r in found})),
-        complete=complete,
-        verdict=verdict(cells, costs, baseline, apart, complete),
-        cells=cells,
-        costs=costs,
-        runs=tuple(found),
-    )
+    @property
+    def diverged(self) -> int:
+        return sum(run.ended for run in self.runs) - len(self.losses)
 
 
-def _summary(folder: Path) -> Summary | None:
-    return Run(folder).summary() if folder.exists() else None
-
-
-def _run_result(folder: Path, config: TrainConfig) -> RunResult:
-    plan = make_plan(Run(folder).config() if folder.exists() else config)
-    summary = _summary(folder)
-    status: RunStatus = "waiting"
-    step = 0
-    if summary is not None:
-        status, step = summary.status, summary.step
-    elif folder.exists():
-        status, step = "interrupted", max((r["step"] for r in Run(folder).records()), default=0)
+def run_result(job: Job, size: str = "") -> RunResult:
+    """What the folder of a run says, which need not exist yet."""
+    plan, status = job.plan, state_of(job, running=False)
+    summary = Run(job.folder).summary() if job.folder.exists() else None
+    step = 0 if status == "waiting" else newest_values(job.folder).get("step", 0) if summary is None else summary.step
     return RunResult(
-        name=folder.resolve().name,
-        architecture=config.model.architecture,
-        seed=config.seed,
-        budget=parse_budget(plan.config.tokens, plan.parameters),
+        name=job.folder.resolve().name,
+        architecture=job.config.model.architecture,
+        size=size,
+        parameters=plan.parameters,
+        tokens=int(plan.config.tokens),
+        batch=plan.batch_tokens,
+        lr=plan.peak_lr,
+        seed=job.config.seed,
         status=status,
         progress=step / plan.steps,
-        lr=plan.peak_lr,
-        val_loss=summary.val_loss if summary else None,
-        seconds=summary.seconds if summary else None,
+        val_loss=summary.val_loss if summary is not None and status == "finished" else None,
+        steps=plan.steps,
+        flops=job.flops,
+        seconds=summary.seconds if summary is not None else None,
+        memory_gib=summary.peak_memory_gib if summary is not None else None,
     )
 
 
-def _costs(
-    finished: Sequence[RunResult],
-    summaries: dict[str, Summary | None],
-    architectures: Sequence[str],
+def choose(group: Group, points: Mapping[tuple[int, float], Sequence[RunResult]], loss: Loss) -> Chosen:
+    """The best point of a group. Where no point has finished with all its seeds, the one of which most have."""
+    lines: dict[int, list[float]] = {}
+    for batch, lr in points:
+        lines.setdefault(batch, []).append(lr)
+    if best := optimum(lines, loss):
+        return Chosen(group, best, len(points), tuple(points[best.batch, best.lr]))
+    found = [
+        Chosen(group, Optimum(batch, lr, math.inf, 0, 0), len(points), tuple(runs))
+        for (batch, lr), runs in points.items()
+    ]
+    return max(found, key=lambda c: (len(c.losses), -sum(c.losses), c.diverged > 0))
+
+
+def summarise_runs(folders: Sequence[Path], baseline: str) -> Result:
+    """The result of any run folders: those of an architecture and budget differ in the seed."""
+    groups: dict[Group, list[RunResult]] = {}
+    for folder in folders:
+        run = run_result(Job(Run.open(folder).config(), folder))
+        groups.setdefault(Group(run.architecture, "", short(run.tokens)), []).append(run)
+    chosen = [
+        Chosen(group, Optimum(runs[0].batch, runs[0].lr, math.inf, 0, 0), 1, tuple(runs))
+        for group, runs in groups.items()
+    ]
+    return summarise(chosen, [run for runs in groups.values() for run in runs], baseline)
+
+
+def summarise(
+    chosen: Sequence[Chosen],
+    runs: Sequence[RunResult],
     baseline: str,
-) -> tuple[Cost, ...]:
+    baseline_budget: str | None = None,
+    notes: Sequence[str] = (),
+) -> Result:
+    """The result of a study whose groups have these best points."""
+    spread = dict(zip((c.group for c in chosen), deviations([c.losses for c in chosen]), strict=True))
+    complete = all(run.ended for run in runs)
+    rows: dict[Group, Row] = {}
+    costs: list[Cost] = []
+    verdicts: dict[str, str] = {}
+    for size in dict.fromkeys(c.group.size for c in chosen):
+        members = [c for c in chosen if c.group.size == size]
+        # Runs that differ in the seed vary by the same factor at every architecture and budget of a size.
+        deviation = pooled_deviation([c.losses for c in members])
+        tokens = _speed_ups(members, baseline, deviation, lambda run: float(run.tokens))
+        seconds = _speed_ups(members, baseline, deviation, lambda run: run.seconds or 0.0)
+        rows |= {
+            c.group: _row(c, _base(c, members, baseline, baseline_budget), spread, tokens, seconds) for c in members
+        }
+        own_costs = _costs(members, baseline)
+        costs += own_costs
+        losses = {(c.group.architecture, c.group.budget): c.losses for c in members}
+
+        def apart(
+            one: Row,
+            two: Row,
+            losses: dict[tuple[str, str], list[float]] = losses,
+            deviation: Deviation = deviation,
+        ) -> bool | None:
+            mine, theirs = (losses[row.architecture, row.budget] for row in (one, two))
+            return differ(mine, theirs, deviation)
+
+        own = [rows[c.group] for c in members]
+        verdicts[size] = verdict(own, own_costs, baseline, apart, complete)
+    ordered = [rows[c.group] for c in chosen]
+    return Result(
+        baseline, complete, verdicts, tuple(ordered), tuple(costs), (*notes, *_edge_notes(ordered)), tuple(runs)
+    )
+
+
+def _base(row: Chosen, members: Sequence[Chosen], baseline: str, budget: str | None) -> Chosen | None:
+    """The group that the losses of a row are compared with."""
+    wanted = Group(baseline, row.group.size, budget or row.group.budget)
+    return next((c for c in members if c.group == wanted and c.losses and c is not row), None)
+
+
+def _row(
+    c: Chosen,
+    base: Chosen | None,
+    spread: dict[Group, Deviation],
+    speedup_tokens: dict[Group, SpeedUp],
+    speedup_seconds: dict[Group, SpeedUp],
+) -> Row:
+    own = spread[c.group]
+    return Row(
+        architecture=c.group.architecture,
+        size=c.group.size,
+        budget=c.group.budget,
+        parameters=c.runs[0].parameters,
+        tokens=c.runs[0].tokens,
+        batch=c.best.batch,
+        lr=c.best.lr,
+        batch_side=c.best.batch_side,
+        lr_side=c.best.lr_side,
+        points=c.points,
+        seeds=len(c.runs),
+        diverged=c.diverged,
+        val_loss=geometric_mean(c.losses, own) if c.losses else None,
+        change=relative_change(c.losses, base.losses, own, spread[base.group]) if base and c.losses else None,
+        speedup_tokens=speedup_tokens.get(c.group),
+        speedup_seconds=speedup_seconds.get(c.group),
+        runs=tuple(run.name for run in c.runs),
+    )
+
+
+def _speed_ups(
+    members: Sequence[Chosen], baseline: str, deviation: Deviation, used: Callable[[RunResult], float]
+) -> dict[Group, SpeedUp]:
+    """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds."""
+    points = {c.group: Point(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
+    base = [point for group, point in points.items() if group.architecture == baseline]
+    uses = pooled_deviation([point.uses for point in points.values()])
+    found = {g: speed_up(base, point, deviation, uses) for g, point in points.items() if g.architecture != baseline}
+    return {group: value for group, value in found.items() if value is not None}
+
+
+def _costs(members: Sequence[Chosen], baseline: str) -> list[Cost]:
     """Time per step of each architecture; the overhead from pairs of runs with the same budget and seed."""
     milliseconds: dict[str, dict[tuple[int, int], float]] = {}
-    memory: dict[str, list[float]] = {}
-    parameters: dict[str, int] = {}
-    for r in finished:
-        s = summaries[r.name]
-        assert s is not None
-        milliseconds.setdefault(r.architecture, {})[r.budget, r.seed] = 1000 * s.seconds / s.steps
-        parameters[r.architecture] = s.parameters
-        if s.peak_memory_gib is not None:
-            memory.setdefault(r.architecture, []).append(s.peak_memory_gib)
+    finished = [run for c in members for run in c.finished]
+    for run in finished:
+        milliseconds.setdefault(run.architecture, {})[run.tokens, run.seed] = 1000 * (run.seconds or 0.0) / run.steps
     base = milliseconds.get(baseline, {})
     costs = []
-    for name in architectures:
-        if name in milliseconds:
-            own = milliseconds[name]
-            ratios = [own[key] / base[key] - 1 for key in own if key in base]
-            overhead: Interval | None = mean_interval(ratios) if ratios and name != baseline else None
-            largest = max(memory[name]) if name in memory else None
-            costs.append(Cost(name, parameters[name], mean_interval(list(own.values())), overhead, largest))
-    return tuple(costs)
+    for name, own in milliseconds.items():
+        mine = [run for run in finished if run.architecture == name]
+        ratios = [own[key] / base[key] - 1 for key in own if key in base]
+        overhead = mean_interval(ratios) if ratios and name != baseline else None
+        memory = max((run.memory_gib for run in mine if run.memory_gib is not None), default=None)
+        step_ms = mean_interval(list(own.values()))
+        costs.append(Cost(name, mine[0].size, mine[0].parameters, step_ms, overhead, memory))
+    return costs
+
+
+def _edge_notes(rows: Sequence[Row]) -> list[str]:
+    """Where a search ended at an edge, and so may have missed the best."""
+    words = {-1: "lowest", 1: "highest"}
+    notes = []
+    for row in rows:
+        name = " ".join(part for part in (label(row.architecture), row.size, row.budget) if part)
+        for what, value, edge, limits in (
+            ("learning rate", f"{row.lr:g}", row.lr_side, "lr_limits"),
+            ("batch", f"{row.batch:,} tokens", row.batch_side, "batch_limits"),
+        ):
+            if edge and row.val_loss is not None:
+                notes.append(f"{name}: the best {what}, {value}, is the {words[edge]} of those tried: see {limits}")
+    return notes
 
 
 def verdict(
-    cells: Sequence[Cell],
+    rows: Sequence[Row],
     costs: Sequence[Cost],
     baseline: str,
-    apart: Callable[[Cell, Cell], bool | None],
+    apart: Callable[[Row, Row], bool | None],
     complete: bool,
 ) -> str:
-    """What a reader wants to know, in one sentence: the best architecture at the largest budget beside the baseline.
+    """A sentence that compares the best architecture at the largest budget with the baseline.
 
-    `apart` says whether the losses of two cells differ by more than their seeds do; None where there is one seed only.
+    `apart` says whether the losses of two rows differ by more than their seeds do; None where there is one seed only.
     """
-    done = [(c, c.val_loss) for c in cells if c.val_loss]
-    largest = [(c, loss) for c, loss in done if c.budget == max(c.budget for c, _ in done)]
-    reference = next(((c, loss) for c, loss in largest if c.architecture == baseline), None)
-    others = [(c, loss) for c, loss in largest if c.architecture != baseline]
+    done = [(row, row.val_loss) for row in rows if row.val_loss]
+    largest = [(row, loss) for row, loss in done if row.tokens == max(row.tokens for row, _ in done)]
+    reference = next(((row, loss) for row, loss in largest if row.architecture == baseline), None)
+    others = [(row, loss) for row, loss in largest if row.architecture != baseline]
     if reference is None or not others:
         return "Too few runs have finished for a verdict."
     best, ours = min(others, key=lambda pair: pair[1].mean)
@@ -150,7 +247,7 @@ def verdict(
     else:
         change = ours.mean / theirs.mean - 1
         sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss {numbers}"
-    if gain := _gain(cells, best.architecture, base):
+    if gain := _gain(rows, best.architecture, base):
         sentence += f"; {gain}"
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
@@ -160,23 +257,21 @@ def verdict(
     return f"{'' if complete else 'So far: '}{sentence}."
 
 
-def _gain(cells: Sequence[Cell], architecture: str, base: str) -> str | None:
+def _gain(rows: Sequence[Row], architecture: str, base: str) -> str | None:
     """The speed-up at the largest budget where it is known, and not only bounded; else the strongest bound."""
-    own = [(c, c.speedup_tokens) for c in cells if c.architecture == architecture and c.speedup_tokens]
-    by_relation = {r: [(c, s) for c, s in own if s.relation == r] for r in ("=", ">", "<")}
+    own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
+    by_relation = {r: [(row, s) for row, s in own if s.relation == r] for r in ("=", ">", "<")}
     if by_relation["="]:
-        cell, s = max(by_relation["="], key=lambda pair: pair[0].budget)
+        row, s = max(by_relation["="], key=lambda pair: pair[0].tokens)
     elif by_relation[">"]:
-        cell, s = max(by_relation[">"], key=lambda pair: pair[1].value)
+        row, s = max(by_relation[">"], key=lambda pair: pair[1].value)
     elif by_relation["<"]:
-        cell, s = min(by_relation["<"], key=lambda pair: pair[1].value)
+        row, s = min(by_relation["<"], key=lambda pair: pair[1].value)
     else:
         return None
     words = {"=": "", ">": "more than ", "<": "less than "}[s.relation]
     interval = f" ({s.low:.2f} to {s.high:.2f})" if s.low is not None and s.high is not None else ""
-    return (
-        f"for its loss after {quantity(cell.budget)} tokens {base} needs {words}{s.value:.2f} times as many{interval}"
-    )
+    return f"for its loss after {quantity(row.tokens)} tokens {base} needs {words}{s.value:.2f} times as many{interval}"
 
 
 def _time(overhead: Interval) -> str:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from angpt.cli.analysis import ALL
-from angpt.studies.compare import Comparison
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from tests.command import angpt
-from tests.studies.conftest import tiny
+from tests.studies.conftest import compare
 
 pytest.importorskip("matplotlib")
 
@@ -69,11 +68,12 @@ def test_parts_alone(capsys, runs, tmp_path):
 
 
 def test_of_a_comparison_one_run_per_architecture_is_taken(capsys, tokens, tmp_path):
-    study = Comparison.create(tmp_path / "study", tiny(tokens, architectures=("gpt+", "angpt")), "angpt compare")
+    study = compare(tokens, tmp_path / "study", architectures=("gpt+", "angpt"))
+    study.begin(None, "angpt compare", on_this_machine=True)
     code, text = angpt(capsys, "analyze", study.folder)
     assert code == 2
     assert "no run has started yet" in text
-    for job in study.jobs(study.default_rates()):
+    for job in study.jobs():
         start(job.config, job.folder, Quiet())
     code, text = angpt(capsys, "analyze", study.folder, "--parts", "learned")
     assert code == 0
@@ -112,7 +112,7 @@ def test_the_toy_examples_need_no_run(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "name run folders, or the folder of a comparison"),
+        ((), "name run folders, or the folder of a study"),
         (("/nowhere",), "/nowhere: no run folder"),
         (("RUN", "--parts", "nroms"), "unknown part 'nroms': did you mean norms"),
         (("RUN", "--parts"), "--parts needs at least one of norms"),

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from angpt.report import write_report
-from angpt.studies.results import Result
+from angpt.results import Result
 from tests.report.synthetic import make_data, make_result, make_study, run_results
 
 pytest.importorskip("matplotlib")

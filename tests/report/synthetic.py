@@ -12,8 +12,8 @@ import numpy as np
 from angpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from angpt.data.tokenizers import load_tokenizer
 from angpt.models.variants import build
+from angpt.results import Cost, Result, Row, RunResult, SpeedUp
 from angpt.stats import Interval
-from angpt.studies.results import Cell, Cost, Result, RunResult, SpeedUp
 from angpt.training import checkpoint
 from angpt.training.layers import layer_scalars
 from angpt.training.run import Run, Summary
@@ -47,7 +47,7 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
         model=model_config,
         data=DataConfig(path=str(data)),
         optimizer=OptimizerConfig(lr=run.lr),
-        tokens=str(run.budget),
+        tokens=str(run.tokens),
         batch_tokens=BATCH,
         seed=run.seed,
         device="cpu",
@@ -56,7 +56,7 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
     made = Run.create(folder, config)
     model = build(model_config, run.seed)
     scalars = layer_scalars(model, torch.zeros(1, 8, dtype=torch.long), SingleProcess())
-    steps = run.budget // BATCH
+    steps = run.tokens // BATCH
     done = round(run.progress * steps)
     lines: list[dict[str, Any]] = []
     for step in range(0, done + 1, max(1, steps // 20)):
@@ -71,7 +71,7 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
         lines.append({"kind": "val", **head, "val_loss": None, "seconds": 0.1 * done})
         lines.append({"kind": "layers", **head, "input_norm": [1.0, None, None, None], "W_e": None})
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    made.metrics.write_text(text + ('{"kind": "tr' if run.status == "interrupted" else ""))
+    made.metrics.write_text(text + ('{"kind": "tr' if run.status == "stopped" else ""))
     if saved:
         state = checkpoint.State(done, model_config.architecture, 0, 0.1 * done, run.val_loss, "", None, {})
         checkpoint.save(made.checkpoints, model.state_dict(), {}, state, keep=1)
@@ -85,7 +85,7 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
 
 def curve(run: RunResult, progress: float) -> float:
     quality = {"gpt+": 2.5, "ngpt": 2.4}.get(run.architecture, 2.3)
-    return quality + 4 * math.exp(-6 * progress) + 2_000 / run.budget + 0.01 * run.seed
+    return quality + 4 * math.exp(-6 * progress) + 2_000 / run.tokens + 0.01 * run.seed
 
 
 def grown(scalars: dict[str, Any], progress: float) -> dict[str, Any]:
@@ -95,9 +95,17 @@ def grown(scalars: dict[str, Any], progress: float) -> dict[str, Any]:
     }
 
 
+def run_result(name: str, architecture: str, tokens: int, seed: int, val_loss: float, seconds: float) -> RunResult:
+    """A run that has finished."""
+    steps = tokens // BATCH
+    return RunResult(
+        name, architecture, "", 20_000, tokens, BATCH, 0.01, seed, "finished", 1.0, val_loss, steps, 1e9, seconds, 0.5
+    )
+
+
 def run_results(architectures: Iterable[str] = ARCHITECTURES, budgets: Iterable[int] = BUDGETS) -> list[RunResult]:
     return [
-        RunResult(f"{number}-{budget}-{seed}", architecture, seed, budget, "finished", 1.0, 0.01, 2.5 + 0.1 * seed, 8.0)
+        run_result(f"{number}-{budget}-{seed}", architecture, budget, seed, 2.5 + 0.1 * seed, 8.0)
         for number, architecture in enumerate(architectures)
         for budget in budgets
         for seed in SEEDS
@@ -107,30 +115,33 @@ def run_results(architectures: Iterable[str] = ARCHITECTURES, budgets: Iterable[
 def make_result(runs: Sequence[RunResult], complete: bool = True) -> Result:
     """Numbers with many digits, so that a page that shows others is found out."""
     architectures = tuple(dict.fromkeys(run.architecture for run in runs))
-    budgets = tuple(sorted({run.budget for run in runs}))
-    cells, costs = [], []
+    budgets = tuple(sorted({run.tokens for run in runs}))
+    rows, costs = [], []
     for i, architecture in enumerate(architectures):
         step = 100.123 + 7.77 * i
         more = Interval(0.0776 * i, 0.0776 * i - 0.0102, 0.0776 * i + 0.0102, 4) if i else None
-        costs.append(Cost(architecture, 20_000 + i, Interval(step, step - 1.5, step + 1.5, 4), more, 0.5 + 0.01 * i))
+        costs.append(
+            Cost(architecture, "", 20_000 + i, Interval(step, step - 1.5, step + 1.5, 4), more, 0.5 + 0.01 * i)
+        )
         for j, budget in enumerate(budgets):
-            mine = [run for run in runs if (run.architecture, run.budget) == (architecture, budget)]
+            mine = [run for run in runs if (run.architecture, run.tokens) == (architecture, budget)]
             n = sum(run.status == "finished" for run in mine)
             mean, half = 2.71828 - 0.1234 * i - 0.2345 * j, 0.012345 * (1 + i)
             loss = Interval(mean, mean - half if n > 1 else None, mean + half if n > 1 else None, n) if n else None
             tokens = SpeedUp(1.41421 + i, 1.31, 1.55, "=") if j == 0 else SpeedUp(1.73205 + i, None, None, ">")
             time = SpeedUp(0.87654 / i, None, None, "<") if i else None
             diverged = sum(run.status == "diverged" for run in mine)
-            cells.append(Cell(architecture, budget, loss, diverged, tokens if i and n else None, time if n else None))
+            names = tuple(run.name for run in mine)
+            speedups = tokens if i and n else None, time if n else None
+            best = (BATCH, 0.01, 0, 0, 1, len(mine), diverged)
+            rows.append(Row(architecture, "", str(budget), 20_000 + i, budget, *best, loss, None, *speedups, names))
     return Result(
         baseline=architectures[0],
-        architectures=architectures,
-        budgets=budgets,
-        seeds=SEEDS,
         complete=complete,
-        verdict=f"{architectures[-1]} needs fewer tokens.",
-        cells=tuple(sorted(cells, key=lambda cell: cell.budget)),
+        verdicts={"": f"{architectures[-1]} needs fewer tokens."},
+        rows=tuple(sorted(rows, key=lambda row: row.tokens)),
         costs=tuple(costs),
+        notes=(),
         runs=tuple(runs),
     )
 

@@ -6,7 +6,8 @@ import pytest
 
 from angpt.analysis.analyse import Analysis
 from angpt.report import inside
-from angpt.report.records import read_study
+from angpt.report.page import open_sources
+from angpt.report.records import read_material
 from tests.report.conftest import Written
 from tests.report.synthetic import make_data, make_result, make_study, run_results
 
@@ -30,28 +31,30 @@ def test_what_lies_in_the_folder_is_used_as_long_as_it_is_of_these_checkpoints(
     complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inside, "write_chart", lambda chart, folder: chart)
-    study = read_study(complete.runs, complete.result)
+    study = read_material(complete.runs, complete.result)
     stored = tmp_path / "analysis" / "analysis.json"
     stored.parent.mkdir()
     shutil.copy(complete.page.parent / "analysis.json", stored)
     monkeypatch.setattr(inside, "analyse", refuse)
-    found = inside.look_inside(study, tmp_path, tmp_path / "out")
+    sources = open_sources(study)
+    found = inside.look_inside(study, sources, tmp_path, tmp_path / "out")
     assert len(found.tables) == 9
     analysis = Analysis.read(stored)
     other = dataclasses.replace(analysis.runs[0], fingerprint="0" * 64)
     Analysis((other, *analysis.runs[1:])).write(stored)
     with pytest.raises(AssertionError, match="measured again"):
-        inside.look_inside(study, tmp_path, tmp_path / "out")
+        inside.look_inside(study, sources, tmp_path, tmp_path / "out")
     stored.write_text("{")
     with pytest.raises(AssertionError, match="measured again"):
-        inside.look_inside(study, tmp_path, tmp_path / "out")
+        inside.look_inside(study, sources, tmp_path, tmp_path / "out")
 
 
 def test_large_models_are_left_to_the_command(
     complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inside, "LARGEST", 19_999)
-    found = inside.look_inside(read_study(complete.runs, complete.result), tmp_path, tmp_path / "out")
+    study = read_material(complete.runs, complete.result)
+    found = inside.look_inside(study, open_sources(study), tmp_path, tmp_path / "out")
     assert not found.tables
     assert f"--out {tmp_path / 'out' / 'analysis'} does it for the next page" in found.note
 
@@ -59,10 +62,10 @@ def test_large_models_are_left_to_the_command(
 def test_without_data_or_checkpoints_the_note_says_so(tmp_path: Path) -> None:
     results = run_results(["gpt+", "angpt"], [40_000])
     runs = make_study(tmp_path, results, data := make_data(tmp_path / "data"))
-    study = read_study(runs, make_result(results))
+    study = read_material(runs, make_result(results))
     shutil.rmtree(data)
-    assert "no such file or folder" in inside.look_inside(study, tmp_path, tmp_path).note
+    assert "no such file or folder" in inside.look_inside(study, open_sources(study), tmp_path, tmp_path).note
     for run in runs:
         shutil.rmtree(run / "checkpoints")
-    note = inside.look_inside(study, tmp_path, tmp_path).note
+    note = inside.look_inside(study, open_sources(study), tmp_path, tmp_path).note
     assert note == "0-40000-0 has no good checkpoint yet. 1-40000-0 has no good checkpoint yet."

@@ -11,8 +11,8 @@ import pytest
 from angpt.errors import UserError
 from angpt.present import words as text
 from angpt.report import inside, write_report
+from angpt.results import Result
 from angpt.stats import Interval
-from angpt.studies.results import Result
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -67,9 +67,9 @@ class Page(HTMLParser):
 
 
 def assert_table_is_result(cells: dict[tuple[str, str], dict[str, str]], result: Result) -> None:
-    assert len(cells) == len(result.cells)
-    for cell in result.cells:
-        shown = cells[cell.architecture, str(cell.budget)]
+    assert len(cells) == len(result.rows)
+    for cell in result.rows:
+        shown = cells[cell.architecture, str(cell.tokens)]
         assert shown["diverged"] == str(cell.diverged)
         if cell.val_loss is None:
             assert shown["loss"] == "not yet"
@@ -175,7 +175,7 @@ def test_each_model_continues_the_same_prompts(complete: Written) -> None:
 def test_a_comparison_under_way(tmp_path: Path) -> None:
     """One run is done by half and one has not started; both runs of anGPT have diverged."""
     results = run_results(budgets=(40_000,))
-    results[1] = dataclasses.replace(results[1], status="interrupted", progress=0.5)
+    results[1] = dataclasses.replace(results[1], status="stopped", progress=0.5)
     results[3] = dataclasses.replace(results[3], status="waiting", progress=0.0, val_loss=None, seconds=None)
     results[4:] = [dataclasses.replace(run, status="diverged", progress=0.3, val_loss=None) for run in results[4:]]
     result = make_result(results, complete=False)
@@ -228,7 +228,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     evil = "angpt/<script>alert('1')</script>\"&$x$"
     results = run_results(["gpt+", evil], [40_000])
     runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
-    result = dataclasses.replace(make_result(results), verdict="<img src=x onerror=alert(1)> & {{ 7 * 7 }}")
+    result = dataclasses.replace(make_result(results), verdicts={"": "<img src=x onerror=alert(1)> & {{ 7 * 7 }}"})
     path = write_report(tmp_path, runs, result, tmp_path / "out", ["angpt </code><script>alert(2)</script>"])
     page = Page(path.read_text())
     assert not any(tag in ("script", "img") for tag, _ in page.tags)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.report import samples, write_report
-from angpt.report.records import RunRecords, Study
-from angpt.studies.results import RunResult
+from angpt.report.records import Material, ReportedRun
 from angpt.training.launch import start
+from angpt.training.record import RunRecord
 from angpt.training.reporter import PlainReporter
-from tests.report.synthetic import make_result
+from tests.report.synthetic import make_result, run_result
 
 SILENT = Console(quiet=True)
 
@@ -49,11 +50,12 @@ def test_a_sample_stops_where_the_model_ends_the_document(monkeypatch: pytest.Mo
         return [[ord("x")] * 4 + [eot]] + [[ord("x")] * new_tokens for _ in prompts[1:]]
 
     monkeypatch.setattr(samples, "generate", generate)
-    monkeypatch.setattr(samples, "open_source", lambda path: SimpleNamespace(folded=lambda: None))
-    runs = [RunResult("run", "angpt", 0, 1000, "finished", 1.0, 0.01, 2.0, 1.0)]
-    config = TrainConfig(data=DataConfig(path=str(data)))
-    run = RunRecords(Path("run"), runs[0], config, None, (), ())
-    found = samples.make_samples(Study(make_result(runs), (run,))).samples
+    monkeypatch.setattr(samples, "fold", lambda model: None)
+    source: Any = SimpleNamespace(decoder=lambda: SimpleNamespace(to=lambda device: None))
+    result = run_result("run", "angpt", 1000, 0, 2.0, 1.0)
+    record = RunRecord(Path("run"), TrainConfig(data=DataConfig(path=str(data))), None)
+    material = Material(make_result([result]), (ReportedRun(result, record),))
+    found = samples.make_samples(material, {"run": source}).samples
     assert [(s.continuations[0].text, s.continuations[0].ended) for s in found] == [
         ("xxxx", True), ("x" * 60, False), ("x" * 60, False)
     ]  # fmt: skip
@@ -69,11 +71,7 @@ def test_a_report_of_trained_models(data: Path, tmp_path: Path) -> None:
         )
         folders.append(tmp_path / "runs" / architecture.strip("+"))
         summary = start(config, folders[-1], PlainReporter(SILENT))
-        results.append(
-            RunResult(
-                folders[-1].name, architecture, 0, 2560, summary.status, 1.0, 0.01, summary.val_loss, summary.seconds
-            )
-        )
+        results.append(run_result(folders[-1].name, architecture, 2560, 0, summary.val_loss or 0.0, summary.seconds))
     page = write_report(tmp_path, folders, make_result(results), tmp_path / "out")
     html = page.read_text()
     assert html.count("<svg ") == 12 + 16  # and those of the inside

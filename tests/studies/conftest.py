@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from angpt.config import TrainConfig, from_dict
-from angpt.studies.config import CompareConfig
+from angpt.studies.compare import Comparison
 from angpt.studies.study import Study
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
@@ -21,7 +21,7 @@ def data(tmp_path_factory):
 
 
 def tiny(data, **overrides):
-    """Runs of a second: 8 and 16 steps of 256 tokens."""
+    """Options of a comparison with runs of a second: 8 and 16 steps of 256 tokens."""
     model = {"d_model": 16, "n_layers": 1, "n_heads": 2, "vocab_size": VOCAB, "context": 32}
     train = {
         "model": model,
@@ -32,17 +32,12 @@ def tiny(data, **overrides):
         "device": "cpu",
     }
     values = {"seeds": (0, 1), "budgets": ("2048", "4096"), "train": from_dict(TrainConfig, train)}
-    return CompareConfig(**(values | overrides))
+    return Comparison(**(values | overrides))
 
 
-def without_timing(result):
-    """What of a result does not depend on a clock."""
-    cells = [{k: v for k, v in cell.items() if k != "speedup_seconds"} for cell in result["cells"]]
-    runs = [{k: v for k, v in run.items() if k != "seconds"} for run in result["runs"]]
-    return {k: result[k] for k in ("baseline", "architectures", "budgets", "seeds", "complete")} | {
-        "cells": cells,
-        "runs": runs,
-    }
+def compare(data, folder, **overrides):
+    """The study of such a comparison."""
+    return Study(folder, tiny(data, **overrides).study())
 
 
 def pretend(job, status="finished", val_loss=2.0, seconds=10.0):
@@ -135,10 +130,13 @@ def make(data, tmp_path):
 
 
 def study_result(folder):
-    """What a study left, less what a clock measured."""
+    """What a study left, less what a clock or the memory of the process had a part in."""
     result = json.loads((folder / "result.json").read_text())
+    del result["costs"], result["verdicts"]
     for run in result["runs"]:
-        del run["seconds"]
+        del run["seconds"], run["memory_gib"]
+    for row in result["rows"]:
+        del row["speedup_seconds"]
     return result
 
 

@@ -17,75 +17,126 @@ from angpt.cli.main import main
 from angpt.config import read_toml, to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
-from angpt.studies.compare import Comparison, run_name
-from angpt.studies.config import CompareConfig
+from angpt.results import Result
+from angpt.studies.config import StudyConfig
 from angpt.studies.executor import Interrupted, Processes, execute
-from angpt.studies.jobs import Job
-from angpt.studies.results import Result
+from angpt.studies.jobs import Job, note_failure
+from angpt.studies.study import Study
+from angpt.studies.summarise import summarise_runs
 from angpt.training.launch import open_data
-from angpt.training.plan import make_plan
+from angpt.training.plan import count, make_plan, rule_for
 from angpt.training.run import Run
-from tests.studies.conftest import ROOT, ignore, pretend, tiny, without_timing
+from tests.command import angpt
+from tests.studies.conftest import ROOT, compare, ignore, pretend, study_result, tiny
 
 
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     """A comparison that has run to its end."""
-    study = Comparison.create(tmp_path_factory.mktemp("study") / "s", tiny(data, tune=2), "angpt compare …")
-    study.execute(Processes(2), ignore)
-    study.report()
+    folder = tmp_path_factory.mktemp("study") / "s"
+    return executed(data, folder, tune=2)
+
+
+def begun(data, folder, **overrides):
+    study = compare(data, folder, **overrides)
+    study.begin(None, "angpt compare …", on_this_machine=True)
     return study
 
 
+def executed(data, folder, **overrides):
+    study = begun(data, folder, **overrides)
+    study.execute(Processes(2), ignore)
+    return study
+
+
+def rates(study):
+    """The learning rate that was chosen for each architecture."""
+    return {tuning.group.architecture: tuning.rate for tuning in study.tunings()}
+
+
+def trials(study):
+    return [study.trial(tuning, lr) for tuning in study.tunings() for lr in tuning.rates]
+
+
+def runs(study):
+    """The runs of a comparison, less its trials."""
+    return [job for job in study.planned() if job.folder.parent.name == "runs"]
+
+
 def test_every_architecture_sees_the_same_tokens(data, tmp_path):
-    study = Comparison(tmp_path, tiny(data, architectures=("gpt+", "angpt", "angpt/no-lerp")))
-    jobs = study.jobs(study.default_rates())
+    jobs = compare(data, tmp_path, architectures=("gpt+", "angpt", "angpt/no-lerp")).jobs()
     assert len({job.folder for job in jobs}) == len(jobs) == 3 * 2 * 2
     same = Counter((j.config.seed, j.config.tokens, j.config.batch_tokens, j.config.data) for j in jobs)
     assert set(same.values()) == {3}
 
 
+def test_the_architectures_are_trained_in_turn(data, tmp_path):
+    names = [job.folder.name for job in compare(data, tmp_path, architectures=("gpt+", "angpt")).jobs()]
+    assert names == [f"{a}-{b}-s{seed}" for b in ("2.048k", "4.096k") for seed in (0, 1) for a in ("gpt+", "angpt")]
+
+
 def test_multiples_are_of_the_parameters_of_the_baseline(data, tmp_path):
-    study = Comparison(tmp_path, tiny(data, budgets=("2x", "1x")))
-    baseline = make_plan(
-        dataclasses.replace(study.config.train, model=study.jobs(study.default_rates())[0].config.model)
-    )
-    assert study.budgets == [baseline.parameters, 2 * baseline.parameters]
+    study = compare(data, tmp_path, budgets=("2x", "1x"))
+    baseline, _ = count(dataclasses.replace(study.config.train.model, architecture="gpt+"))
+    assert study.result().budgets == (baseline, 2 * baseline)
+
+
+def test_budgets_follow_from_the_settings_of_the_runs(data, tmp_path):
+    config = tiny(data, budgets=())
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, tokens="10k"))
+    assert Study(tmp_path, config.study()).result().budgets == (5_000, 10_000, 20_000)
 
 
 def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_path):
-    study = Comparison(tmp_path, tiny(data, tune=3))
-    jobs = study.tuning_jobs()
-    trials = Counter(j.config.model.architecture for j in jobs)
-    assert set(trials.values()) == {3}
-    assert set(trials) == set(study.config.architectures)
-    for name, centre in study.default_rates().items():
-        rates = [j.config.optimizer.lr for j in jobs if j.config.model.architecture == name]
-        assert rates == pytest.approx([centre / 2, centre, centre * 2], rel=0.01)
+    study = compare(data, tmp_path, tune=3)
+    jobs = study.jobs()  # no run has a rate yet
+    found = Counter(j.config.model.architecture for j in jobs)
+    assert set(found.values()) == {3}
+    assert tuple(found) == study.config.grid[0].architectures
+    assert {j.config.tokens for j in jobs} == {"2048"}
+    for name in found:
+        mine = [j.config.optimizer.lr for j in jobs if j.config.model.architecture == name]
+        model = dataclasses.replace(study.config.train.model, architecture=name)
+        centre = rule_for(name).lr_at(count(model)[0])
+        assert mine == pytest.approx([centre / 2, centre, centre * 2], rel=0.01)
+    assert len(study.planned()) == 9 + 3 * 2 * 2
 
 
 def test_tuning_goes_on_beyond_the_edge_of_its_rates(data, tmp_path):
-    study = Comparison.create(tmp_path / "s", tiny(data, tune=3, architectures=("gpt+",), lrs={"gpt+": 0.01}), "…")
+    study = begun(data, tmp_path / "s", tune=3, architectures=("gpt+",), lrs={"gpt+": 0.01})
     tried = []
-    while todo := [job for job in study.tuning_jobs() if not job.folder.exists()]:
+    while todo := [job for job in trials(study) if not job.folder.exists()]:
+        assert study.jobs() == trials(study)
         for job in todo:
             tried.append(job.config.optimizer.lr)
             pretend(job, val_loss=1 + abs(math.log(job.config.optimizer.lr / 0.07)))
     assert tried == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16]
-    assert study.tuned_rates() == {"gpt+": 0.08}
-    assert study.tuning_notes() == []
-    for job in study.tuning_jobs():
+    assert rates(study) == {"gpt+": 0.08}
+    assert {job.config.optimizer.lr for job in study.jobs()[6:]} == {0.08}
+    assert study.result().notes == ()
+    for job in trials(study):
         pretend(job, "diverged" if job.config.optimizer.lr > 0.01 else "finished", val_loss=job.config.optimizer.lr)
-    assert next(j.config.optimizer.lr for j in study.tuning_jobs()) == 0.0025
+    assert next(j.config.optimizer.lr for j in trials(study)) == 0.0025
     for _ in range(9):
-        for job in study.tuning_jobs():
+        for job in trials(study):
             pretend(job, val_loss=job.config.optimizer.lr)
-    assert study.tuned_rates() == {"gpt+": 0.000313}
-    assert "0.000313, is at the edge" in study.tuning_notes()[0]
+    assert rates(study) == {"gpt+": 0.000313}
+    assert "0.000313, is at the edge" in study.result().notes[0]
+    assert study.growth() == []
+
+
+def test_where_every_trial_diverges_a_rate_is_asked_for(data, tmp_path):
+    study = begun(data, tmp_path / "s", tune=2, architectures=("gpt+",), lrs={"gpt+": 0.01})
+    for _ in range(9):
+        for job in trials(study):
+            pretend(job, "diverged", None)
+    assert study.jobs() == trials(study)
+    assert study.failures() == {"gpt+": "no trial of its learning rate finished; give gpt+ a rate with lrs"}
+    assert not study.result().complete
 
 
 def test_trials_never_see_the_validation_split(data, tmp_path):
-    job = Comparison(tmp_path, tiny(data, tune=1)).tuning_jobs()[0]
+    job = compare(data, tmp_path, tune=1).jobs()[0]
     train, tuning = open_data(make_plan(job.config))
     whole = TokenData.open(data, "train")
     assert train.tokens + tuning.tokens == whole.tokens
@@ -93,56 +144,64 @@ def test_trials_never_see_the_validation_split(data, tmp_path):
 
 
 def test_the_best_trial_sets_the_rate(finished):
-    assert set(finished.tuned_rates()) == {"gpt+", "ngpt", "angpt"}
-    for name, lr in finished.tuned_rates().items():
+    assert set(rates(finished)) == {"gpt+", "ngpt", "angpt"}
+    for name, lr in rates(finished).items():
         losses = {}
-        for job in finished.tuning_jobs():
+        for job in trials(finished):
             if job.config.model.architecture == name:
                 losses[job.config.optimizer.lr] = Run.open(job.folder).summary().val_loss
         assert lr == min(losses, key=losses.get)
-        for job in finished.jobs(finished.tuned_rates()):
+        for job in runs(finished):
             if job.config.model.architecture == name:
                 assert Run.open(job.folder).config().optimizer.lr == lr
 
 
-def test_a_comparison_leaves_its_folder(finished):
-    result = Result.read(finished.folder / "result.json")
+def test_a_comparison_leaves_its_folder(finished, capsys):
+    result = Result.read(finished.folder)
     assert result == finished.result()
     assert result.complete
     assert {r.status for r in result.runs} == {"finished"}
-    assert len(result.cells) == 3 * 2
-    for cell in result.cells:
-        losses = [r.val_loss for r in result.runs if (r.architecture, r.budget) == (cell.architecture, cell.budget)]
-        assert cell.val_loss.n == 2
-        assert min(losses) <= cell.val_loss.mean <= max(losses)
-        assert (cell.speedup_tokens is None) == (cell.architecture == "gpt+")
+    assert len(result.rows) == 3 * 2
+    for row in result.rows:
+        losses = [r.val_loss for r in result.runs if (r.architecture, r.tokens) == (row.architecture, row.tokens)]
+        assert row.val_loss.n == 2
+        assert min(losses) <= row.val_loss.mean <= max(losses)
+        assert (row.speedup_tokens is None) == (row.architecture == "gpt+")
     assert [c.architecture for c in result.costs] == ["gpt+", "ngpt", "angpt"]
     assert result.verdict.endswith(".")
+    assert angpt(capsys, "report", finished.folder)[0] == 0
     page = (finished.folder / "report.html").read_text(encoding="utf-8")
     assert result.verdict in page.replace("&#39;", "'")
 
 
 def test_called_again_it_repeats_nothing(finished):
     before = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
-    Comparison.create(finished.folder, finished.config, "again").execute(Processes(2), ignore)
+    Study.open(finished.folder).execute(Processes(2), ignore)
     after = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
     assert {p: t for p, t in after.items() if p.is_file()} == {p: t for p, t in before.items() if p.is_file()}
 
 
 def test_runs_alone_make_a_report(finished, tmp_path, capsys):
-    runs = [job.folder for job in finished.jobs(finished.tuned_rates())]
-    main(["report", *map(str, runs), "--out", str(tmp_path / "page")])
+    folders = [job.folder for job in runs(finished)]
+    main(["report", *map(str, folders), "--out", str(tmp_path / "page")])
     assert (tmp_path / "page" / "report.html").exists()
+    alone, whole = summarise_runs(folders, "gpt+"), finished.result()
+    for row in alone.rows:
+        same = next(r for r in whole.rows if (r.architecture, r.tokens) == (row.architecture, row.tokens))
+        assert dataclasses.replace(row, runs=same.runs) == same
+        assert set(row.runs) == set(same.runs)
     main(["report", str(finished.folder), "--out", str(tmp_path / "again")])
-    assert Result.read(tmp_path / "again" / "result.json") == finished.result()
+    assert Result.read(tmp_path / "again") == whole
 
 
-def test_a_comparison_under_way_has_a_report(data, tmp_path):
-    study = Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
-    execute(lambda: study.jobs(study.default_rates())[:4], Processes(2), ignore)
-    result = Result.read(study.report().parent / "result.json")
+def test_a_comparison_under_way_has_a_report(data, tmp_path, capsys):
+    study = begun(data, tmp_path / "s")
+    execute(lambda: study.jobs()[:4], Processes(2), ignore, note_failure)
+    assert angpt(capsys, "report", study.folder)[0] == 0
+    result = Result.read(study.folder)
     assert not result.complete
     assert Counter(r.status for r in result.runs) == {"finished": 4, "waiting": 8}
+    assert result.verdict.startswith("So far: ")
 
 
 def test_killed_and_called_again_it_gives_the_same_result(data, tmp_path):
@@ -151,6 +210,7 @@ def test_killed_and_called_again_it_gives_the_same_result(data, tmp_path):
 
     def call(out):
         arguments = ["compare", "--config", config, "--out", out, "--seeds", "0", "1", "--budgets", "4096", "8192"]
+        arguments += ["--tune", "2"]
         return [sys.executable, "-m", "angpt", *map(str, arguments)]
 
     environment = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}}
@@ -162,12 +222,11 @@ def test_killed_and_called_again_it_gives_the_same_result(data, tmp_path):
         process.kill()
         process.wait()
     subprocess.run(call(tmp_path / "parts"), check=True, stdout=subprocess.DEVNULL, **environment)
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")]
-    assert without_timing(results[0]) == without_timing(results[1])
+    assert study_result(tmp_path / "whole") == study_result(tmp_path / "parts")
 
 
 def test_an_interrupt_saves_every_run_and_the_next_call_goes_on(data, tmp_path):
-    study = Comparison.create(tmp_path / "s", tiny(data, budgets=("200000",), seeds=(0,)), "angpt compare")
+    study = begun(data, tmp_path / "s", budgets=("200000",), seeds=(0,))
 
     def stop(_, running):
         if all((folder / "checkpoints").exists() for folder in running) and running:
@@ -175,26 +234,37 @@ def test_an_interrupt_saves_every_run_and_the_next_call_goes_on(data, tmp_path):
 
     with pytest.raises(Interrupted):
         study.execute(Processes(2), stop)
-    assert {r.status for r in study.result().runs} == {"interrupted", "waiting"}
+    assert {r.status for r in study.result().runs} == {"stopped", "waiting"}
     assert any(r.progress > 0 for r in study.result().runs)
 
 
-def test_a_failing_run_stops_the_comparison_with_its_reason(data, tmp_path):
-    good = Comparison(tmp_path, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
-    missing = dataclasses.replace(good.config, data=dataclasses.replace(good.config.data, path=str(tmp_path / "no")))
-    with pytest.raises(UserError, match="no such file or folder"):
-        execute(lambda: [Job(missing, tmp_path / "bad"), good], Processes(1), ignore)
+def test_a_failing_run_is_named_with_its_reason_and_tried_again(data, tmp_path, capsys):
+    config = tmp_path / "train.toml"
+    config.write_text(to_toml(tiny(data).train))
+    call = ("compare", "--config", config, "--out", tmp_path / "s", "--seeds", "0", "--budgets", "2048")
+    study = begun(data, tmp_path / "s", seeds=(0,), budgets=("2048",))
+    spoiled = study.jobs()[1]
+    pretend(spoiled, "interrupted")
+    (spoiled.folder / "checkpoints").write_text("not a folder")
+    code, said = angpt(capsys, *call)
+    assert code == 2
+    assert f"1 of 3 runs failed (the same command tries again): {spoiled.folder.name}:" in said
+    (spoiled.folder / "checkpoints").unlink()
+    code, said = angpt(capsys, *call)
+    assert code == 0
+    assert "report: " in said
 
 
-def test_diverged_runs_are_data(data, tmp_path):
+def test_diverged_runs_are_data(data, tmp_path, capsys):
     config = tiny(data, architectures=("gpt+", "gpt+/dyt"), seeds=(0,), lrs={"gpt+/dyt": 1e32, "gpt+": 1e-2})
     clip = dataclasses.replace(config.train.optimizer, clip=1e30)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, optimizer=clip))
-    study = Comparison.create(tmp_path / "s", config, "angpt compare")
+    study = Study(tmp_path / "s", config.study())
+    study.begin(None, "angpt compare", on_this_machine=True)
     result = study.execute(Processes(2), ignore)
     assert result.complete
-    assert sum(c.diverged for c in result.cells if c.architecture == "gpt+/dyt") == 2
-    assert study.report().exists()
+    assert sum(row.diverged for row in result.rows if row.architecture == "gpt+/dyt") == 2
+    assert angpt(capsys, "report", study.folder)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -208,57 +278,92 @@ def test_diverged_runs_are_data(data, tmp_path):
 )
 def test_mistakes(data, overrides, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        tiny(data, **overrides)
+        tiny(data, **overrides).study()
 
 
-def test_mistakes_are_found_before_anything_is_written(data, tmp_path):
+def test_mistakes_are_found_before_anything_is_written(data, tmp_path, capsys):
     for overrides in ({"architectures": ("gpt+", "angtp")}, {"budgets": ("many",)}):
         with pytest.raises(UserError):
-            Comparison.create(tmp_path / "s", tiny(data, **overrides), "angpt compare")
+            begun(data, tmp_path / "s", **overrides)
     assert not (tmp_path / "s").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not an empty folder"):
-        Comparison.create(tmp_path / "full", tiny(data), "angpt compare")
-    Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
-    with pytest.raises(UserError, match="holds another comparison"):
-        Comparison.create(tmp_path / "s", tiny(data, seeds=(5,)), "angpt compare")
+        begun(data, tmp_path / "full")
+    begun(data, tmp_path / "s")
+    (tmp_path / "train.toml").write_text(to_toml(tiny(data).train))
+    code, said = angpt(capsys, "compare", "--config", tmp_path / "train.toml", "--out", tmp_path / "s", "--seeds", 5)
+    assert (code, "holds another study (see its study.toml)" in said) == (2, True)
 
 
 def test_the_configuration_survives_its_file(data, tmp_path):
-    config = tiny(data, lrs={"gpt+": 0.5, "angpt": 1e-3}, tune=2)
+    config = tiny(data, lrs={"gpt+": 0.5, "angpt": 1e-3}, tune=2).study()
     (tmp_path / "c.toml").write_text(to_toml(config))
-    assert read_toml(CompareConfig, tmp_path / "c.toml") == config
+    assert read_toml(StudyConfig, tmp_path / "c.toml") == config
 
 
-def test_names():
-    assert run_name("angpt/no-lerp", 1_500_000, 2) == "angpt-no-lerp-1.5M-s2"
+def test_names(data, tmp_path):
+    study = compare(data, tmp_path, architectures=("gpt+", "angpt/no-lerp"), budgets=("1.5M",), seeds=(2,), tune=1)
+    assert [job.folder.name for job in runs(study)] == ["gpt+-1.5M-s2", "angpt-no-lerp-1.5M-s2"]
+    assert re.fullmatch(r"angpt-no-lerp-lr0\.0\d+", trials(study)[1].folder.name)
+
+
+@pytest.mark.parametrize("names", ["short", "full"])
+def test_two_learning_rates_never_share_a_name(data, tmp_path, names):
+    config = compare(data, tmp_path).config
+    near = ("0.5x", "1x") if names == "short" else (0.01, 0.01000001)
+    grid = dataclasses.replace(config.grid[0], lrs=near)
+    with pytest.raises(UserError, match="two runs have this name"):
+        Study(tmp_path, dataclasses.replace(config, grid=(grid,), names=names)).jobs()
 
 
 def test_a_folder_of_another_run_is_not_taken_for_this_one(data, tmp_path):
-    study = Comparison.create(tmp_path / "s", tiny(data), "angpt compare")
-    job = study.jobs(study.default_rates())[0]
-    execute(lambda: [Job(dataclasses.replace(job.config, tokens="512"), job.folder)], Processes(1), ignore)
+    study = begun(data, tmp_path / "s")
+    job = study.jobs()[0]
+    other = Job(dataclasses.replace(job.config, tokens="512"), job.folder)
+    execute(lambda: [other], Processes(1), ignore, note_failure)
     with pytest.raises(UserError, match="was begun with other settings"):
         study.execute(Processes(1), ignore)
 
 
 def test_budgets_that_are_the_same_are_one(data, tmp_path):
-    study = Comparison(tmp_path, tiny(data, budgets=("4k", "4000")))
-    assert study.budgets == [4000]
+    assert compare(data, tmp_path, budgets=("4k", "4000")).result().budgets == (4000,)
 
 
 def test_runs_of_a_gpu_make_a_report_anywhere(finished, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(finished.jobs(finished.tuned_rates())[0].folder, folder)
+    shutil.copytree(runs(finished)[0].folder, folder)
     config = folder / "config.toml"
     config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
     main(["report", str(folder), "--out", str(tmp_path / "page")])
     assert (tmp_path / "page" / "report.html").exists()
 
 
+def test_a_folder_of_an_earlier_version_goes_on(finished, data, tmp_path, capsys):
+    """Before comparisons were studies, study.toml held the options of the command and result.json other keys."""
+    folder = tmp_path / "old"
+    shutil.copytree(finished.folder, folder)
+    options = tiny(data, tune=2)
+    (folder / "study.toml").write_text("# made by: angpt compare …\n" + to_toml(options))
+    (folder / "tuning.json").write_text(json.dumps(rates(finished)))
+    (folder / "result.json").write_text('{"baseline": "gpt+", "architectures": ["gpt+"], "cells": []}')
+    last = folder / "runs" / "angpt-4.096k-s1"
+    shutil.rmtree(last)
+    assert Study.open(folder).config == finished.config
+    assert f"{last.name} waiting" in angpt(capsys, "study", "status", folder)[1]
+    code, said = angpt(capsys, "fit", "scaling", folder)
+    assert (code, f"`angpt report {folder}` writes it again" in said) == (2, True)
+    (tmp_path / "train.toml").write_text(to_toml(options.train))
+    arguments = ["--seeds", 0, 1, "--budgets", 2048, 4096, "--tune", 2, "--out", folder]
+    code, said = angpt(capsys, "compare", "--config", tmp_path / "train.toml", *arguments)
+    assert code == 0, said
+    assert study_result(folder) == study_result(finished.folder)
+    assert "# made by: angpt compare …" in (folder / "study.toml").read_text()
+    assert angpt(capsys, "analyze", folder, "--parts", "learned", "--tokens", 64)[0] == 0
+
+
 def test_a_run_file_leaves_the_rates_of_a_comparison_open(finished, data, tmp_path, capsys):
-    config = finished.jobs(finished.tuned_rates())[2].folder / "config.toml"
+    config = runs(finished)[2].folder / "config.toml"
     main(["compare", "--config", str(config), "--out", str(tmp_path / "s"), "--budgets", "512", "--seeds", "0"])
     optimizers = {r.parent.name: Run(r.parent).config().optimizer for r in tmp_path.glob("s/runs/*/config.toml")}
     assert optimizers["gpt+-512-s0"].weight_decay == optimizers["gpt+-512-s0"].warmup == 0.1
@@ -284,7 +389,7 @@ def test_ctrl_c_at_any_moment_is_an_interrupt(data, tmp_path):
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
         codes.append(process.returncode)
-        # 130: it was still importing; -2: inside of an exec of torch's, after which CPython ends by the signal itself
+        # 130: it was still importing; -2: inside an exec of torch's, after which CPython ends by the signal itself
         assert codes[-1] in (3, 130, -signal.SIGINT), (delay, out, errors)
         assert ("the same command goes on" in out) == (codes[-1] == 3)
         assert not errors

@@ -178,8 +178,8 @@ def test_mistakes_are_named(read, old, new, message):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ("lr_limits = [0.005, 1]", "grid.lr_limits: 0.004, where gpt+-a-2.048k begins, lies outside of them"),
-        ("batch_limits = [64, 200]", "grid.batch_limits: 256, where gpt+-a-2.048k begins, lies outside of them"),
+        ("lr_limits = [0.005, 1]", "grid.lr_limits: 0.004, where gpt+-a-2.048k begins, lies outside them"),
+        ("batch_limits = [64, 200]", "grid.batch_limits: 256, where gpt+-a-2.048k begins, lies outside them"),
     ],
 )
 def test_limits_enclose_the_grid(read, tmp_path, limits, message):

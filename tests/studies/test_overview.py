@@ -3,15 +3,14 @@ import json
 
 from rich.console import Console
 
-from angpt.studies.compare import Comparison
-from angpt.studies.jobs import newest_record
 from angpt.studies.overview import Overview
-from tests.studies.conftest import pretend, tiny
+from angpt.training.record import newest_values
+from tests.studies.conftest import compare, pretend
 
 
 def show(data, folder, *, terminal, status, record):
     """What is printed for a run in this state."""
-    job = Comparison(folder, tiny(data)).jobs({"gpt+": 1e-2, "ngpt": 1e-2, "angpt": 1e-2})[0]
+    job = compare(data, folder).jobs()[0]
     job.folder.mkdir(parents=True)
     (job.folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in record))
     if status:
@@ -46,6 +45,6 @@ def test_the_live_table(data, tmp_path):
 
 def test_records_merge_and_half_lines_are_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert newest_record(path) == {}
+    assert newest_values(tmp_path) == {}
     path.write_text(json.dumps({"loss": 1.0}) + "\n" + json.dumps({"val_loss": 2.0}) + "\n" + '{"loss": 0.5')
-    assert newest_record(path) == {"loss": 1.0, "val_loss": 2.0}
+    assert newest_values(tmp_path) == {"loss": 1.0, "val_loss": 2.0}

@@ -51,7 +51,8 @@ def test_status_tells_what_runs(make, capsys):
 def test_many_runs_are_told_in_groups(make, capsys):
     study = make(("lrs = [", "seeds = [0, 1, 2]\nlrs = ["))
     study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
-    for job in study.jobs()[:7]:
+    first = [job for job in study.jobs() if job.folder.name.startswith("gpt+-a-")]
+    for job in first[:7]:
         pretend(job)
     said = angpt(capsys, "study", "status", study.folder)[1]
     assert "GPT+ 6.1k 18 11 waiting, 7 finished 39%" in said

@@ -1,0 +1,193 @@
+"""What a study found, as plain data: `result.json`. Studies write it; report, fits and analysis read it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from angpt.config import from_dict
+from angpt.errors import UserError
+from angpt.stats import Interval
+from angpt.system import write_atomically
+
+RESULT = "result.json"
+
+State = Literal["waiting", "queued", "running", "stopped", "finished", "diverged", "failed"]
+"""How far a run is. finished and diverged runs have ended; a failed one could not be trained."""
+
+
+@dataclass(frozen=True)
+class SpeedUp:
+    """Tokens (or seconds) that the baseline needs for the same loss, divided by those used.
+
+    Where the loss lies outside the range that the baseline's complete runs span, only a bound is known: `more than`
+    the value, or `less than` it.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    relation: Literal["=", ">", "<"]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run, complete or not."""
+
+    name: str
+    """Name of its folder, below `runs/` of the study."""
+    architecture: str
+    size: str
+    """Name of its size; empty where the study has none."""
+    parameters: int
+    tokens: int
+    """Budget of the whole run."""
+    batch: int
+    """Tokens per step."""
+    lr: float
+    """Peak learning rate."""
+    seed: int
+    status: State
+    progress: float
+    """Fraction of its steps that is done."""
+    val_loss: float | None
+    """At the end; None for a run that has not finished."""
+    steps: int
+    """Steps of the whole run."""
+    flops: float
+    """FLOPs of the whole run."""
+    seconds: float | None
+    """Time spent in training steps."""
+    memory_gib: float | None
+    """Peak memory."""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("finished", "diverged")
+
+
+@dataclass(frozen=True)
+class Row:
+    """An architecture of a size at a budget, at the best of the points that were tried."""
+
+    architecture: str
+    size: str
+    budget: str
+    """The budget as it stands in names: 20x, 1.5B."""
+    parameters: int
+    tokens: int
+    batch: int
+    lr: float
+    batch_side: int
+    """-1 or 1 where the batch is the smallest or largest of several, and so not known to be the best; else 0."""
+    lr_side: int
+    """The same for the learning rate."""
+    points: int
+    """Batch sizes × learning rates that were tried."""
+    seeds: int
+    diverged: int
+    """Number of seeds that diverged."""
+    val_loss: Interval | None
+    """Geometric mean over the seeds that finished; None while none has."""
+    change: Interval | None
+    """Change of the loss relative to the baseline: 0.01 is 1 % above it."""
+    speedup_tokens: SpeedUp | None
+    """None for the baseline itself, and while there is nothing to compare with."""
+    speedup_seconds: SpeedUp | None
+    runs: tuple[str, ...]
+    """Names of the runs at this point, one per seed."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step of an architecture of a size costs, over the runs of its rows."""
+
+    architecture: str
+    size: str
+    parameters: int
+    step_ms: Interval
+    overhead: Interval | None
+    """Relative to the baseline's step time: 0.03 is 3 % more. None for the baseline."""
+    memory_gib: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a study found."""
+
+    baseline: str
+    complete: bool
+    """Whether every run has ended."""
+    verdicts: dict[str, str]
+    """For each size a sentence on the best architecture at the largest budget."""
+    rows: tuple[Row, ...]
+    costs: tuple[Cost, ...]
+    notes: tuple[str, ...]
+    runs: tuple[RunResult, ...]
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.architecture for row in self.rows))
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(row.size for row in self.rows))
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """In tokens, the smallest first."""
+        return tuple(sorted({row.tokens for row in self.rows}))
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    @property
+    def verdict(self) -> str:
+        """The sentences of all sizes."""
+        several = len(self.verdicts) > 1
+        return "\n".join(f"{size}: {text}" if several else text for size, text in self.verdicts.items())
+
+    def of_size(self, size: str) -> "Result":
+        """The rows, costs and verdict of one size, with the runs of these rows alone."""
+        rows = tuple(row for row in self.rows if row.size == size)
+        names = {name for row in rows for name in row.runs}
+        runs = tuple(run for run in self.runs if run.name in names)
+        return dataclasses.replace(
+            self,
+            complete=all(run.ended for run in runs),
+            verdicts={size: self.verdicts[size]},
+            rows=rows,
+            costs=tuple(cost for cost in self.costs if cost.size == size),
+            runs=runs,
+        )
+
+    def representatives(self) -> list[RunResult]:
+        """One run for each architecture and size, where a single one is shown: the first seed that has not diverged at
+        the largest budget. Runs that have not started are left out."""
+        runs = {run.name: run for run in self.runs if run.status not in ("waiting", "queued")}
+        best: dict[tuple[str, str], RunResult] = {}
+        for row in self.rows:
+            for run in (runs[name] for name in row.runs if name in runs):
+                key = row.architecture, row.size
+                if key not in best or _order(run) < _order(best[key]):
+                    best[key] = run
+        return list(best.values())
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The result that lies in the folder of a study."""
+        path = folder / RESULT
+        try:
+            return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, UserError) as error:
+            raise UserError(f"{path}: cannot be read ({error}); `angpt report {folder}` writes it again") from error
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        write_atomically(folder / RESULT, text + "\n")
+
+
+def _order(run: RunResult) -> tuple[int, bool, int]:
+    return -run.tokens, run.status == "diverged", run.seed
