@@ -102,7 +102,7 @@ class ConstantFactor(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """The matrix product a b · factor."""
-    return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)  # beta 0: what is added is not read
+    return torch.addmm(b[0], a, b, beta=0, alpha=factor)  # with beta = 0 the first argument is not read
 
 
 @runtime_checkable
