@@ -94,12 +94,8 @@ class Strategy(Shards, ABC):
         """The sum over all ranks."""
         return value
 
-    def any(self, flag: bool) -> bool:
-        """True if any rank passes True."""
-        return flag
-
     def agree_to_stop(self, wanted: bool, now: bool) -> bool:
-        """True if a rank wants to stop; several ranks ask each other only where `now` is true."""
+        """True if any rank wants to stop; several ranks ask each other only where `now` is true."""
         return wanted
 
     def share(self, make: Callable[[], T]) -> T:
@@ -183,11 +179,8 @@ class Distributed(Strategy):
         dist.all_reduce(total)
         return total
 
-    def any(self, flag: bool) -> bool:
-        return bool(self.sum(torch.tensor(int(flag))).item())
-
     def agree_to_stop(self, wanted: bool, now: bool) -> bool:
-        return now and self.any(wanted)
+        return now and bool(self.sum(torch.tensor(int(wanted))).item())
 
     def share(self, make: Callable[[], T]) -> T:
         import torch.distributed as dist
@@ -211,13 +204,15 @@ class Distributed(Strategy):
         gathered = [torch.empty_like(found) for _ in range(self.size)]
         dist.all_gather(gathered, found)
         for name, of_ranks in zip(tensors, torch.stack(gathered, dim=1).tolist(), strict=True):
+            replicas: dict[int, dict[int, int]] = {}  # for each first row, the checksum on each rank that holds it
             for rank, (digest, first_row) in enumerate(of_ranks):
-                same = {r: d for r, (d, first) in enumerate(of_ranks) if first == first_row}
-                expected, _ = Counter(same.values()).most_common(1)[0]  # of equally many, that of the lowest rank
-                if digest != expected:
-                    other = next(r for r, d in same.items() if d == expected)
+                replicas.setdefault(first_row, {})[rank] = digest
+            for digests in replicas.values():
+                (expected, _), *others = Counter(digests.values()).most_common()  # of equally many, the lowest rank's
+                if others:
+                    right, wrong = (next(r for r, d in digests.items() if d == x) for x in (expected, others[0][0]))
                     raise UserError(
-                        f"rank {rank} differs from rank {other} in {name}, which must be equal on both: its memory or "
+                        f"rank {wrong} differs from rank {right} in {name}, which must be equal on both: its memory or "
                         "its GPU has made an error; exclude its machine, and go on with --resume"
                     )
 

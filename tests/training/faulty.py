@@ -1,11 +1,14 @@
 """The command `angpt` with one rank that goes wrong in the first attempt: FAULT=KIND:RANK:STEP in the environment.
 
-die: killed in a step; save: killed in the middle of a checkpoint; hang: never comes to a step; freeze: stopped in one.
+die: killed in a step; save: killed in the middle of a checkpoint; hang: never comes to a step; freeze: stopped in one;
+flip: a bit of a vector changes after a step.
 """
 
 import os
 import signal
 import time
+
+import torch
 
 from angpt.cli.main import main
 from angpt.training import checkpoint
@@ -17,6 +20,12 @@ train_step, write_files, beat = Trainer.train_step, checkpoint.write_files, Trai
 
 
 def faulty_step(self, batch):
+    if kind == "flip":
+        done = train_step(self, batch)
+        if self.step + 1 == int(step):
+            vector = next(p for p in self.engine.parameters.values() if p.ndim == 1)
+            vector.detach().view(torch.int32)[0] ^= 1
+        return done
     if self.step + 1 == int(step):
         os.kill(os.getpid(), signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
     return train_step(self, batch)
@@ -47,7 +56,7 @@ def faulty_prefetch(self, loader):
 if __name__ == "__main__":
     if os.environ["RANK"] == rank and not restarted():
         match kind:
-            case "die" | "freeze":
+            case "die" | "freeze" | "flip":
                 Trainer.train_step = faulty_step
             case "save":
                 checkpoint.write_files = faulty_write

@@ -77,6 +77,16 @@ def test_a_rank_that_stands_still_is_named(config, tmp_path, fault, silent):
 
 
 @pytest.mark.slow
+def test_a_rank_with_other_parameters_is_named(config, tmp_path):
+    code, said = ends(torchrun("--config", config, "--out", tmp_path / "run", fault="flip:1:5"))
+    assert code != 0
+    assert re.search(r"error: rank 1 differs from rank 0 in \w+", " ".join(said.split())), said
+    assert re.search(r"exitcode +: 2", said)
+    assert "compare_replicas" not in said  # no traceback
+    assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-000000004"
+
+
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on(data, tmp_path):
     file, run = tmp_path / "c.toml", Run(tmp_path / "run")
     file.write_text(to_toml(small(data, tokens="200k", eval_every=1000, checkpoint_every=1000, layers_every=0)))
