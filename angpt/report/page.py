@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from angpt.inference.sampling import Sampling
 from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
 from angpt.present.layers import alphas, input_norms, row_norms
@@ -14,7 +15,7 @@ from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
 from angpt.report.records import Study, layer_histories, read_study
-from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
+from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, make_samples
 from angpt.studies.results import Cell, Result
 from angpt.system import write_atomically
 
@@ -75,7 +76,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         inside=look_inside(material, study, out),
         samples=make_samples(material),
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
-        f"{TEMPERATURE:g} among the {TOP_K} likeliest tokens, seed {SEED}",
+        f"{Sampling.temperature:g} among the {Sampling.top_k} likeliest tokens, seed {SEED}",
         commands=commands,
         setup=_setup(material),
         environment=_environment(material),
