@@ -132,7 +132,7 @@ def main() -> None:
         "--archive", type=Path, default="tuning.tar.xz", help="all ended runs, written after each trial"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="override settings, for a quick test")
-    parser.add_argument("--table", type=Path, help="also write the table of all trials to this file")
+    parser.add_argument("--table", type=Path, help="replace the tables of this page, which start with the first |")
     args = parser.parse_args()
     if not TRIALS.exists():
         TRIALS.write_text(json.dumps(make_trials(), indent=1) + "\n")
@@ -141,7 +141,7 @@ def main() -> None:
         run_trials(trials, args)
     print(text := table(trials, args.runs))
     if args.table:
-        args.table.write_text(text)
+        args.table.write_text(args.table.read_text().partition("\n|")[0] + "\n" + text)
 
 
 if __name__ == "__main__":
