@@ -102,8 +102,9 @@ def study_run(
     """
     from rich.console import Console
 
+    from angpt.present.tables import show
     from angpt.studies.executor import InProcess, Pool, Processes
-    from angpt.studies.outcome import terminal_table
+    from angpt.studies.outcome import result_table
     from angpt.studies.study import Study
 
     options: dict[str, Any] = {"partition": partition, "hours": hours, "gpus": gpus}
@@ -130,7 +131,7 @@ def study_run(
     stays = " watching; the jobs stay in the queue" if slurm else ""
     result = _execute(study, pool, console, f"stopped{stays}; the same command goes on", live=workers != 0)
     if any(run.ended for run in result.runs):
-        console.print(terminal_table(result))
+        show(console, result_table(result))
     _notes(console, study, result, "(--retry tries again)")
     console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
 
@@ -174,19 +175,20 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     """
     from rich.console import Console
 
-    from angpt.studies.outcome import terminal_table
+    from angpt.present.tables import show
+    from angpt.studies.outcome import result_table
     from angpt.studies.progress import progress, status_lines, status_table
     from angpt.studies.study import Study
 
     console = Console()
     opened = Study.open(_folder(study))
     runs = progress(opened)
-    console.print(status_table(runs))
+    show(console, status_table(runs))
     for line in status_lines(opened, runs):
         console.print(line, highlight=False, soft_wrap=True)
     result = opened.result()
     if any(run.ended for run in result.runs):
-        console.print(terminal_table(result))
+        show(console, result_table(result))
 
 
 def study_plan(
@@ -201,6 +203,7 @@ def study_plan(
     """
     from rich.console import Console
 
+    from angpt.present.tables import show
     from angpt.studies.progress import ASSUMED_TFLOPS, plan_lines, plan_table, progress
     from angpt.studies.study import Study
 
@@ -208,7 +211,7 @@ def study_plan(
         raise UserError(f"--tflops {tflops}: must be positive and finite")
     study = Study.read(_file(file), out or _folder(file))
     runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, Console()
-    console.print(plan_table(runs, rate))
+    show(console, plan_table(runs, rate))
     for line in plan_lines(study, runs, rate):
         console.print(line, highlight=False, soft_wrap=True)
 

@@ -43,11 +43,8 @@ class Grid:
     """The same for the tokens per step."""
     tune: int = 0
     """Try this many learning rates for each architecture and size first, a factor of two apart around the one of
-    `lrs`, with the smallest budget and the first seed, and train all runs with the best. The trials are evaluated on a
-    part of the training data that is held out for them. They go on beyond their edge as with lr_limits, which is 16
-    times beyond the lowest and highest rate unless given."""
-    tuning_split: float = 0.05
-    """The part of the training data that the trials of `tune` are evaluated on."""
+    `lrs`, with the smallest budget and the first seed, and train all runs with the best. The trials go on beyond their
+    edge as with lr_limits, which are 16 times beyond the lowest and highest rate unless given."""
 
     def __post_init__(self) -> None:
         for name in ("architectures", "sizes", "budgets", "batches", "lrs", "seeds"):
@@ -66,8 +63,6 @@ class Grid:
             raise UserError(f"grid.tune = {self.tune} must not be negative")
         if self.tune and (len(self.lrs) > 1 or len(self.batches) > 1 or self.batch_limits):
             raise UserError("grid.tune: chooses the learning rate, so lrs and batches must have one value each")
-        if not 0 < self.tuning_split < 1:
-            raise UserError(f"grid.tuning_split must be in (0, 1), not {self.tuning_split}")
         for name, values in (("lr_limits", self.tune or len(self.lrs)), ("batch_limits", len(self.batches))):
             limits: tuple[float, ...] = getattr(self, name)
             if limits and not (len(limits) == 2 and 0 < limits[0] < limits[1] < float("inf")):
@@ -96,6 +91,8 @@ class StudyConfig:
     are shared among the runs under way."""
     lrs: dict[str, float] = field(default_factory=dict)
     """Learning rates of architectures that multiples refer to, under [lrs]; by the rule for the size unless given."""
+    tuning_split: float = 0.05
+    """The part of the training data that is held out for the trials of `tune`, which are evaluated on it."""
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Sizes of the study's own: [shapes.tiny] with d_model, n_layers and n_heads."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
@@ -127,6 +124,8 @@ class StudyConfig:
             raise UserError(f"lrs: {', '.join(sorted(unknown))} is not among the architectures that are compared")
         if wrong := [name for name, lr in self.lrs.items() if not 0 < lr < float("inf")]:
             raise UserError(f"lrs: the rate of {wrong[0]} must be positive and finite")
+        if not 0 < self.tuning_split < 1:
+            raise UserError(f"tuning_split must be in (0, 1), not {self.tuning_split}")
         if self.baseline_budget is not None:
             parse_budget(self.baseline_budget, parameters=10**9)
         if self.beta2_below_100M is not None and not 0 <= self.beta2_below_100M < 1:

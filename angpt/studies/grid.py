@@ -41,15 +41,19 @@ class Point:
     batch: int
     lr: float
     seed: int
+    trial: bool = False
+    """It is one of the runs that choose the learning rate of others."""
 
     @property
-    def name(self) -> str:
-        """The full name, the same for the same settings, whatever else the study holds."""
-        return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-s{self.seed}"
+    def full_name(self) -> str:
+        """The same for the same settings, whatever else the study holds."""
+        return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-{'trial' if self.trial else f's{self.seed}'}"
 
     @property
     def short_name(self) -> str:
-        """The name in a study with one batch size and one learning rate for each group."""
+        """For a study with one batch size and one learning rate for each group."""
+        if self.trial:
+            return f"{dataclasses.replace(self.group, budget='').name}-lr{self.lr:g}"
         return f"{self.group.name}-s{self.seed}"
 
 
@@ -60,8 +64,8 @@ def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
         yield Group(architecture, size, budget_name(budget))
 
 
-def start_lines(grid: Grid, group: Group, config: StudyConfig) -> dict[int, list[float]]:
-    """The learning rates at each batch size that the grid names, or those of the first trials where it is tuned."""
+def start_lines(grid: Grid, group: Group, config: StudyConfig, trials: bool = False) -> dict[int, list[float]]:
+    """The learning rates at each batch size that the grid names, or those of the first trials around them."""
     model = sized(config, group).model
     parameters, _ = count(model)
     rule = rule_for(group.architecture)
@@ -71,10 +75,10 @@ def start_lines(grid: Grid, group: Group, config: StudyConfig) -> dict[int, list
     batches = [
         _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
     ]
-    if grid.tune:
+    if trials:
         rates = [rounded(rates[0] * TUNING_RATIO ** (i - (grid.tune - 1) / 2)) for i in range(grid.tune)]
     for name, values, limits in (("lr", rates, grid.lr_limits), ("batch", batches, grid.batch_limits)):
-        for value in values:
+        for value in values if trials or not grid.tune else ():
             if limits and not limits[0] <= value <= limits[1]:
                 raise UserError(f"grid.{name}_limits: {value:g}, where {group.name} begins, lies outside them")
     return {tokens: sorted(set(rates)) for tokens in sorted(set(batches))}
@@ -110,13 +114,11 @@ def run_config(config: StudyConfig, point: Point) -> TrainConfig:
     if config.beta2_below_100M is not None and parameters < SMALL:
         optimizer = dataclasses.replace(train.optimizer, beta2=config.beta2_below_100M)
         train = dataclasses.replace(train, optimizer=optimizer)
-    return settled(train, budget_tokens(config, point.group), point.batch, point.lr, point.seed)
-
-
-def settled(train: TrainConfig, tokens: int, batch: int, lr: float, seed: int) -> TrainConfig:
-    """The configuration with what differs between the runs of a study."""
-    optimizer = dataclasses.replace(train.optimizer, lr=lr)
-    return dataclasses.replace(train, optimizer=optimizer, tokens=str(tokens), batch_tokens=batch, seed=seed)
+    if point.trial:
+        train = dataclasses.replace(train, data=dataclasses.replace(train.data, tuning_split=config.tuning_split))
+    optimizer = dataclasses.replace(train.optimizer, lr=point.lr)
+    tokens = str(budget_tokens(config, point.group))
+    return dataclasses.replace(train, optimizer=optimizer, tokens=tokens, batch_tokens=point.batch, seed=point.seed)
 
 
 def budget_tokens(config: StudyConfig, group: Group) -> int:

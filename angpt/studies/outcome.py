@@ -3,9 +3,7 @@
 import math
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
-
+from angpt.present.tables import Table
 from angpt.present.words import interval, label, overhead, plural
 from angpt.results import Result, Row
 from angpt.system import write_atomically
@@ -20,8 +18,9 @@ def write_result(result: Result, folder: Path) -> None:
     write_atomically(folder / "result.md", markdown(result))
 
 
-def _cells(result: Result) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows as text; columns that say the same in every row are left out."""
+def result_table(result: Result) -> Table:
+    """A row for each architecture, size and budget of which a run has ended; columns that say the same in every row are
+    left out."""
     rows = [row for row in result.rows if row.val_loss is not None or row.diverged]
     columns: dict[str, list[str]] = {"": [label(r.architecture) for r in rows]}
     columns["size"] = [r.size for r in rows]
@@ -32,12 +31,9 @@ def _cells(result: Result) -> tuple[list[str], list[list[str]]]:
     columns["validation loss"] = [_loss(r) for r in rows]
     columns["change"] = ["" if r.change is None else overhead(r.change, digits=2) for r in rows]
     columns["perplexity"] = ["" if r.val_loss is None else f"{math.exp(min(r.val_loss.mean, 700)):,.2f}" for r in rows]
-    kept = {
-        name: cells
-        for name, cells in columns.items()
-        if len(set(cells)) > 1 or name in ("", "validation loss", "perplexity")
-    }
-    return list(kept), [list(cells) for cells in zip(*kept.values(), strict=True)]
+    always = ("", "validation loss", "perplexity")
+    kept = {name: cells for name, cells in columns.items() if len(set(cells)) > 1 or name in always}
+    return Table(list(kept), list(zip(*kept.values(), strict=True)))
 
 
 def _loss(row: Row) -> str:
@@ -47,22 +43,11 @@ def _loss(row: Row) -> str:
     return f"{text} ({row.diverged} of {row.seeds} diverged)" if row.diverged else text
 
 
-def terminal_table(result: Result) -> Table:
-    heading, rows = _cells(result)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, name in enumerate(heading):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def markdown(result: Result) -> str:
-    heading, rows = _cells(result)
-    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    """The text of result.md."""
     over = sum(run.ended for run in result.runs)
     state = f"{over} of {plural(len(result.runs), 'run')} ended. " if not result.complete else ""
     several = any(row.val_loss is not None and row.val_loss.low is not None for row in result.rows)
-    lines += ["", f"{state}Changes are relative to {label(result.baseline)}." + (
-        " ± is half of the 95 % interval over seeds." if several else "")]  # fmt: skip
-    return "\n".join([*lines, *(f"- {note}" for note in result.notes)]) + "\n"
+    explained = f"{state}Changes are relative to {label(result.baseline)}."
+    explained += " ± is half of the 95 % interval over seeds." if several else ""
+    return "\n".join([result_table(result).markdown(), "", explained, *(f"- {note}" for note in result.notes)]) + "\n"

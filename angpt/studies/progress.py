@@ -5,9 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.table import Table
-
+from angpt.present.tables import Table
 from angpt.present.words import duration, label, plural, quantity
 from angpt.results import State
 from angpt.studies.cluster import in_queue
@@ -19,7 +17,7 @@ from angpt.training.record import newest_values
 from angpt.training.run import Run
 
 ASSUMED_TFLOPS = 125.0
-"""Of a GPU that nothing is known about: an A100 at 40 % of its 312 TFLOP/s in bf16."""
+"""Rate of a GPU of which nothing is known: an A100 at 40 % of its 312 TFLOP/s in bf16."""
 HERE = 0.4
 """Part of the matmul rate of this machine that a training is taken to reach."""
 LONG_SECONDS = 100 * 3600.0
@@ -33,7 +31,7 @@ class Progress:
     job: Job
     state: State
     done: float
-    """Part of the steps."""
+    """Fraction of the steps."""
     loss: float | None
     flops_per_s: float | None
     """As measured; None for a run that has not begun."""
@@ -41,7 +39,7 @@ class Progress:
 
     @property
     def left(self) -> float:
-        """FLOPs."""
+        """FLOPs that are left to do."""
         return 0.0 if self.state in ("finished", "diverged") else (1 - self.done) * self.job.flops
 
 
@@ -84,33 +82,23 @@ def seconds_left(runs: Sequence[Progress]) -> float | None:
 
 def status_table(runs: Sequence[Progress]) -> Table:
     """A row for each run, or where they are many for each architecture and size."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    rows: list[tuple[str, ...]] = []
     if len(runs) <= MOST_ROWS:
-        for heading in ("run", "state", "done", "val loss", "left"):
-            table.add_column(heading, justify="left" if heading in ("run", "state") else "right", no_wrap=True)
         for run in runs:
             left = seconds_left([run]) if run.state == "running" else None
             loss = "" if run.loss is None else f"{run.loss:.4f}"
             time = "" if left is None else duration(left)
-            table.add_row(run.job.folder.name, run.state, f"{run.done:.0%}", loss, time)
-        return table
+            rows.append((run.job.folder.name, run.state, f"{run.done:.0%}", loss, time))
+        return Table(("run", "state", "done", "val loss", "left"), rows, left=(0, 1))
     groups: dict[tuple[str, int], list[Progress]] = {}
     for run in runs:
         groups.setdefault((run.job.config.model.architecture, run.job.plan.parameters), []).append(run)
-    for heading in ("architecture", "parameters", "runs", "states", "done", "left"):
-        table.add_column(heading, justify="left" if heading in ("architecture", "states") else "right", no_wrap=True)
     for (architecture, parameters), members in groups.items():
-        whole = sum(run.job.flops for run in members)
+        done = 1 - sum(run.left for run in members) / sum(run.job.flops for run in members)
         left = seconds_left(members)
-        table.add_row(
-            label(architecture),
-            quantity(parameters),
-            str(len(members)),
-            states(members),
-            f"{1 - sum(run.left for run in members) / whole:.0%}",
-            "" if left is None else duration(left),
-        )
-    return table
+        cells = label(architecture), quantity(parameters), str(len(members)), states(members), f"{done:.0%}"
+        rows.append((*cells, "" if left is None else duration(left)))
+    return Table(("architecture", "parameters", "runs", "states", "done", "left"), rows, left=(0, 3))
 
 
 def states(runs: Sequence[Progress]) -> str:
@@ -134,19 +122,16 @@ def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
 
 def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
     """What would run: a row for each architecture, size and budget."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", "GPU hours"):
-        table.add_column(heading, justify="left" if heading == "architecture" else "right", no_wrap=True)
     groups: dict[tuple[str, int, int], list[Progress]] = {}
     for run in runs:
         model, tokens = run.job.config.model, int(run.job.config.tokens)
         groups.setdefault((model.architecture, run.job.plan.parameters, tokens), []).append(run)
+    rows = []
     for (architecture, parameters, tokens), members in groups.items():
-        left = sum(run.left for run in members)
-        to_do = sum(run.left > 0 for run in members)
-        cells = (str(len(members)), str(to_do), f"{left:.3g}", hours(left, tflops))
-        table.add_row(label(architecture), quantity(parameters), quantity(tokens), *cells)
-    return table
+        left, to_do = sum(run.left for run in members), sum(run.left > 0 for run in members)
+        cells = str(len(members)), str(to_do), f"{left:.3g}", hours(left, tflops)
+        rows.append((label(architecture), quantity(parameters), quantity(tokens), *cells))
+    return Table(("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", "GPU hours"), rows)
 
 
 def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[str]:
@@ -171,7 +156,7 @@ def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[st
 
 
 def seconds_here(flops: float) -> float:
-    """On all devices of this machine: a guess for who has measured nothing yet."""
+    """The time on all devices of this machine: a guess, for a study of which nothing was measured yet."""
     import torch
 
     if devices := torch.cuda.device_count():

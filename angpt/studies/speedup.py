@@ -19,7 +19,7 @@ from angpt.stats import Deviation, mean_log
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """Complete runs of one architecture at one budget."""
 
     uses: tuple[float, ...]
@@ -35,7 +35,7 @@ class Point:
         return mean_log(self.losses)
 
 
-def speed_up(baseline: Sequence[Point], other: Point, losses: Deviation, uses: Deviation) -> SpeedUp | None:
+def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviation, uses: Deviation) -> SpeedUp | None:
     """What the baseline needs for the loss of `other`, over what `other` used; None without a baseline.
 
     `losses` and `uses` are the deviations between seeds of the two; tokens, unlike seconds, do not vary.
@@ -65,9 +65,9 @@ def speed_up(baseline: Sequence[Point], other: Point, losses: Deviation, uses: D
     return SpeedUp(value, value * math.exp(-half), value * math.exp(half), "=")
 
 
-def falling(points: Sequence[Point]) -> list[Point]:
+def falling(points: Sequence[CurvePoint]) -> list[CurvePoint]:
     """The points in the order of what they used, as long as each lies below all before it."""
-    curve: list[Point] = []
+    curve: list[CurvePoint] = []
     for point in sorted(points, key=lambda p: p.used):
         if not curve or point.log_loss < curve[-1].log_loss:
             curve.append(point)

@@ -11,7 +11,7 @@ result.json   what came out, brought up to date whenever a run ends; result.md: 
 import dataclasses
 import fcntl
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,42 +46,21 @@ FILE = "study.toml"
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """The trials that choose the learning rate of an architecture and size, as far as they have grown."""
-
-    group: Group
-    grid: Grid
-    batch: int
-    rates: list[float]
-    ended: bool
-    best: Optimum | None
-    """None where no trial has finished."""
-
-    @property
-    def rate(self) -> float | None:
-        """The rate that was chosen; None while trials are left to do, or where all diverged."""
-        return self.best.lr if self.best is not None and self.ended else None
-
-
-@dataclass(frozen=True)
 class Search:
-    """A group of runs as far as its grid has grown."""
+    """A group of runs, or of the trials that choose their learning rate, as far as its grid has grown."""
 
     group: Group
     grid: Grid
     lines: dict[int, list[float]]
-    tuning: Tuning | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether the learning rates are known; until the trials have ended, `lines` has the rate that they vary."""
-        return self.tuning is None or self.tuning.rate is not None
+    trials: bool = False
+    ready: bool = True
+    """False while trials have not chosen the learning rate; `lines` has the one that they vary."""
 
     def points(self) -> Iterator[Point]:
         for batch, rates in self.lines.items():
             for lr in rates:
-                for seed in self.grid.seeds:
-                    yield Point(self.group, batch, lr, seed)
+                for seed in self.grid.seeds[: 1 if self.trials else None]:
+                    yield Point(self.group, batch, lr, seed, self.trials)
 
 
 class Study:
@@ -121,41 +100,24 @@ class Study:
         """Find what would stop the runs before anything is written; on a cluster, devices are not asked for here."""
         for job in [*self.planned(), *self.growth()]:
             job.plan  # noqa: B018
-        searches = self.searches()
-        first = [self.job(next(s.points())) for s in searches]  # data and device are the same for all runs of a group
-        trials = [self.trial(s.tuning, s.tuning.rates[0]) for s in searches if s.tuning is not None]
-        for job in [*first, *trials]:
-            config = job.config
+        for search in self.searches():  # the data and the device are the same for all runs of a group
+            config = self.job(next(search.points())).config
             check(make_plan(config if on_this_machine else dataclasses.replace(config, device="cpu")))
-
-    def run_folder(self, point: Point) -> Path:
-        return self.folder / "runs" / (point.name if self.config.names == "full" else point.short_name)
 
     def job(self, point: Point) -> Job:
         return Job(run_config(self.config, point), self.run_folder(point))
 
-    def trial(self, tuning: Tuning, lr: float) -> Job:
-        """A trial of the learning rate, evaluated on the part of the training data that is held out for it."""
-        point = Point(tuning.group, tuning.batch, lr, tuning.grid.seeds[0])
-        config = run_config(self.config, point)
-        data = dataclasses.replace(config.data, tuning_split=tuning.grid.tuning_split)
-        return Job(dataclasses.replace(config, data=data), self._trial_folder(point))
+    def run_folder(self, point: Point) -> Path:
+        name = point.full_name if self.config.names == "full" else point.short_name
+        return self.folder / ("tuning" if point.trial else "runs") / name
 
-    def _trial_folder(self, point: Point) -> Path:
-        if self.config.names == "full":
-            name = f"{point.name}-trial"
-        else:
-            name = f"{dataclasses.replace(point.group, budget='').name}-lr{point.lr:g}"
-        return self.folder / "tuning" / name
-
-    def loss(self, group: Group, seeds: Sequence[int], folder: Callable[[Point], Path] | None = None) -> Loss:
+    def loss(self, group: Group, seeds: Sequence[int], trials: bool = False) -> Loss:
         """The loss of a point, a geometric mean over seeds; infinite if one diverged, None while one has not ended."""
-        where = folder or self.run_folder
 
         def loss(batch: int, lr: float) -> float | None:
             logs = []
             for seed in seeds:
-                summary = ended(where(Point(group, batch, lr, seed)))
+                summary = ended(self.run_folder(Point(group, batch, lr, seed, trials)))
                 if summary is None:
                     return None
                 diverged = summary.status == "diverged" or summary.val_loss is None
@@ -166,70 +128,64 @@ class Study:
 
     def searches(self) -> list[Search]:
         """Every group of every grid, with the points that the results so far call for."""
-        found = []
-        context = self.config.train.model.context
+        found: list[Search] = []
         for grid in self.config.grid:
-            tunings: dict[Group, Tuning] = {}
             for group in groups(grid, self.config.train):
-                if grid.tune:
-                    ((batch, (centre,)),) = start_lines(_untuned(grid), group, self.config).items()
-                    trials = tuning_group(self.config, grid, group)
-                    if trials not in tunings:
-                        tunings[trials] = self._tuning(grid, trials, batch)
-                    tuning = tunings[trials]
-                    found.append(Search(group, grid, {batch: [tuning.rate or centre]}, tuning))
+                if not grid.tune:
+                    found.append(self._grown(grid, group))
                     continue
-                start, loss = start_lines(grid, group, self.config), self.loss(group, grid.seeds)
-                found.append(Search(group, grid, grow(start, loss, grid.lr_limits, grid.batch_limits, context)))
+                trials = self._grown(grid, tuning_group(self.config, grid, group), trials=True)
+                if trials not in found:
+                    found.append(trials)
+                best, over = self.tuned(trials)
+                lines = start_lines(grid, group, self.config)
+                if best is not None and over:
+                    lines = {batch: [best.lr] for batch in lines}
+                found.append(Search(group, grid, lines, ready=best is not None and over))
         return found
 
-    def _tuning(self, grid: Grid, group: Group, batch: int) -> Tuning:
-        loss = self.loss(group, grid.seeds[:1], self._trial_folder)
-        start = start_lines(grid, group, self.config)
-        lines = grow(start, loss, lr_limits(grid, start))
-        over = all(loss(batch, lr) is not None for lr in lines[batch])
-        return Tuning(group, grid, batch, lines[batch], over, optimum(lines, loss))
+    def _grown(self, grid: Grid, group: Group, trials: bool = False) -> Search:
+        start = start_lines(grid, group, self.config, trials)
+        loss = self.loss(group, grid.seeds[:1] if trials else grid.seeds, trials)
+        lines = grow(start, loss, lr_limits(grid, start), grid.batch_limits, self.config.train.model.context)
+        return Search(group, grid, lines, trials)
 
-    def tunings(self, searches: Iterable[Search] | None = None) -> list[Tuning]:
-        """The trials of every architecture and size that is tuned."""
-        found = {(s.tuning.group, s.grid): s.tuning for s in searches or self.searches() if s.tuning is not None}
-        return list(found.values())
+    def tuned(self, trials: Search) -> tuple[Optimum | None, bool]:
+        """The best of the trials so far, and whether all have ended."""
+        loss = self.loss(trials.group, trials.grid.seeds[:1], trials=True)
+        over = all(loss(batch, lr) is not None for batch, rates in trials.lines.items() for lr in rates)
+        return optimum(trials.lines, loss), over
 
     def jobs(self) -> list[Job]:
-        """Every run that is called for, each once: the trials first, then runs whose learning rate is known."""
-        return self._jobs(lambda search: search.ready)
+        """Every run that is called for, each once: the trials first, then the runs whose learning rate is known."""
+        return self._jobs([search for search in self.searches() if search.ready])
 
     def planned(self) -> list[Job]:
         """Every run, those included whose learning rate the trials have not chosen yet."""
-        return self._jobs(lambda search: True)
+        return self._jobs(self.searches())
 
-    def _jobs(self, called_for: Callable[[Search], bool]) -> list[Job]:
-        searches = self.searches()
-        trials = [self.trial(tuning, lr) for tuning in self.tunings(searches) for lr in tuning.rates]
-        points = dict.fromkeys(p for s in searches if called_for(s) for p in s.points())
-        found = trials + [self.job(point) for point in _in_turn(points)]
-        configs = {job.folder: job.config for job in found}
-        if wrong := next((job for job in found if configs[job.folder] != job.config), None):
-            raise UserError(
-                f"{wrong.folder}: two runs have this name; use full names, and rates with six digits at most"
-            )
-        return [Job(config, folder) for folder, config in configs.items()]
+    def _jobs(self, searches: Sequence[Search]) -> list[Job]:
+        points = list(dict.fromkeys(point for search in searches for point in search.points()))
+        places = list(dict.fromkeys((not p.trial, p.group.size, p.group.budget) for p in points))
+        # The architectures of a size and budget in turn, seed by seed, so that a study under way can be compared.
+        points.sort(key=lambda p: (not p.trial, places.index((not p.trial, p.group.size, p.group.budget)), p.seed))
+        found: dict[Path, Job] = {}
+        for job in map(self.job, points):
+            if found.setdefault(job.folder, job).config != job.config:
+                raise UserError(
+                    f"{job.folder}: two runs have this name; use names = 'full', and rates of six digits at most"
+                )
+        return list(found.values())
 
     def growth(self) -> list[Job]:
         """The further runs that there would be if every grid grew to its limits."""
-        searches = self.searches()
         known = {job.folder for job in self.planned()}
-        found: dict[Path, Job] = {}
-        for search in searches:
-            if search.tuning is None and (search.grid.lr_limits or search.grid.batch_limits):
-                start = start_lines(search.grid, search.group, self.config)
-                points = dataclasses.replace(search, lines=largest_lines(start, search.grid)).points()
-                found |= {job.folder: job for job in map(self.job, points)}
-        for tuning in (t for t in self.tunings(searches) if not t.ended):
-            start = start_lines(tuning.grid, tuning.group, self.config)
-            rates = largest_lines(start, tuning.grid)[tuning.batch]
-            found |= {job.folder: job for job in (self.trial(tuning, lr) for lr in rates)}
-        return [job for folder, job in found.items() if folder not in known]
+        largest = [
+            dataclasses.replace(s, lines=largest_lines(start_lines(s.grid, s.group, self.config, s.trials), s.grid))
+            for s in self.searches()
+            if (not self.tuned(s)[1] if s.trials else not s.grid.tune and (s.grid.lr_limits or s.grid.batch_limits))
+        ]
+        return [job for job in self._jobs(largest) if job.folder not in known]
 
     def execute(self, pool: Pool, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
         """All runs to their end, and what came out. Runs that fail are noted, and do not keep the others from going
@@ -246,18 +202,21 @@ class Study:
     def result(self) -> Result:
         """What the runs say so far."""
         searches = self.searches()
-        runs = {point: run_result(self.job(point), point.group.size) for s in searches for point in s.points()}
+        chosen_from = [search for search in searches if not search.trials]
+        runs = {point: run_result(self.job(point), point.group.size) for s in chosen_from for point in s.points()}
         points: dict[Group, dict[tuple[int, float], list[RunResult]]] = {}
         for point, run in runs.items():
             points.setdefault(point.group, {}).setdefault((point.batch, point.lr), []).append(run)
         chosen = [self._choose(group, of_group) for group, of_group in points.items()]
         base_budget = None if self.config.baseline_budget is None else budget_name(self.config.baseline_budget)
-        notes = [
-            f"{t.group.architecture}: the best rate, {t.best.lr:g}, is at the edge of those tried; "
-            "set lrs to search around it"
-            for t in self.tunings(searches)
-            if t.ended and t.best is not None and t.best.lr_side
-        ]
+        notes = []
+        for search in searches:
+            best, over = self.tuned(search) if search.trials else (None, False)
+            if best is not None and over and best.lr_side:
+                notes.append(
+                    f"{search.group.architecture}: the best rate, {best.lr:g}, is at the edge of those tried; "
+                    "set lrs to search around it"
+                )
         return summarise(chosen, list(runs.values()), baseline(self.config), base_budget, notes)
 
     def _choose(self, group: Group, points: dict[tuple[int, float], list[RunResult]]) -> Chosen:
@@ -280,10 +239,8 @@ class Study:
     def failures(self) -> dict[str, str]:
         """Why runs failed, by their names, and why others cannot begin."""
         found = {job.folder.name: failure_of(job) or "" for job in self.failed()}
-        for tuning in self.tunings():
-            if tuning.ended and tuning.best is None:
-                name = tuning.group.architecture
-                found[name] = f"no trial of its learning rate finished; give {name} a rate with lrs"
+        for name in (s.group.architecture for s in self.searches() if s.trials and self.tuned(s) == (None, True)):
+            found[name] = f"no trial of its learning rate finished; give {name} a rate with lrs"
         return found
 
     def retry(self) -> None:
@@ -300,15 +257,3 @@ class Study:
             except OSError as error:
                 raise UserError(f"{self.folder}: another process executes this study") from error
             yield
-
-
-def _untuned(grid: Grid) -> Grid:
-    return dataclasses.replace(grid, tune=0, lr_limits=())
-
-
-def _in_turn(points: Iterable[Point]) -> list[Point]:
-    """The architectures of a size and budget in turn, seed by seed, so that a study under way can be compared."""
-    listed = list(points)
-    order = {place: i for i, place in enumerate(dict.fromkeys((p.group.size, p.group.budget) for p in listed))}
-    seeds = list(dict.fromkeys(p.seed for p in listed))
-    return sorted(listed, key=lambda p: (order[p.group.size, p.group.budget], seeds.index(p.seed)))

@@ -14,13 +14,14 @@ from angpt.stats import (
     differ,
     geometric_mean,
     mean_interval,
+    mean_log,
     pooled_deviation,
     relative_change,
 )
 from angpt.studies.grid import Group, short
 from angpt.studies.jobs import Job, state_of
 from angpt.studies.search import Loss, Optimum, optimum
-from angpt.studies.speedup import Point, speed_up
+from angpt.studies.speedup import CurvePoint, speed_up
 from angpt.training.record import newest_values
 from angpt.training.run import Run
 
@@ -34,6 +35,10 @@ class Chosen:
     points: int
     """Points that were tried."""
     runs: tuple[RunResult, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.runs[0].tokens
 
     @property
     def finished(self) -> list[RunResult]:
@@ -123,19 +128,12 @@ def summarise(
         }
         own_costs = _costs(members, baseline)
         costs += own_costs
-        losses = {(c.group.architecture, c.group.budget): c.losses for c in members}
-
-        def apart(
-            one: Row,
-            two: Row,
-            losses: dict[tuple[str, str], list[float]] = losses,
-            deviation: Deviation = deviation,
-        ) -> bool | None:
-            mine, theirs = (losses[row.architecture, row.budget] for row in (one, two))
-            return differ(mine, theirs, deviation)
-
-        own = [rows[c.group] for c in members]
-        verdicts[size] = verdict(own, own_costs, baseline, apart, complete)
+        verdicts[size] = "Too few runs have finished for a verdict."
+        if pair := contest(members, baseline):
+            distinct = differ(pair[0].losses, pair[1].losses, deviation)
+            best, reference = (rows[c.group] for c in pair)
+            sentence = verdict(best, reference, distinct, [rows[c.group] for c in members], own_costs)
+            verdicts[size] = sentence if complete else f"So far: {sentence}"
     ordered = [rows[c.group] for c in chosen]
     return Result(
         baseline, complete, verdicts, tuple(ordered), tuple(costs), (*notes, *_edge_notes(ordered)), tuple(runs)
@@ -161,7 +159,7 @@ def _row(
         size=c.group.size,
         budget=c.group.budget,
         parameters=c.runs[0].parameters,
-        tokens=c.runs[0].tokens,
+        tokens=c.tokens,
         batch=c.best.batch,
         lr=c.best.lr,
         batch_side=c.best.batch_side,
@@ -181,7 +179,7 @@ def _speed_ups(
     members: Sequence[Chosen], baseline: str, deviation: Deviation, used: Callable[[RunResult], float]
 ) -> dict[Group, SpeedUp]:
     """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds."""
-    points = {c.group: Point(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
+    points = {c.group: CurvePoint(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
     base = [point for group, point in points.items() if group.architecture == baseline]
     uses = pooled_deviation([point.uses for point in points.values()])
     found = {g: speed_up(base, point, deviation, uses) for g, point in points.items() if g.architecture != baseline}
@@ -221,40 +219,36 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def verdict(
-    rows: Sequence[Row],
-    costs: Sequence[Cost],
-    baseline: str,
-    apart: Callable[[Row, Row], bool | None],
-    complete: bool,
-) -> str:
-    """A sentence that compares the best architecture at the largest budget with the baseline.
+def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] | None:
+    """The best architecture at the largest budget, and the baseline there; None while one of them has not finished."""
+    done = [c for c in members if c.losses]
+    largest = [c for c in done if c.tokens == max(c.tokens for c in done)]
+    reference = next((c for c in largest if c.group.architecture == baseline), None)
+    others = [c for c in largest if c.group.architecture != baseline]
+    return None if reference is None or not others else (min(others, key=lambda c: mean_log(c.losses)), reference)
 
-    `apart` says whether the losses of two rows differ by more than their seeds do; None where there is one seed only.
+
+def verdict(best: Row, reference: Row, distinct: bool | None, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
+    """A sentence that compares the best architecture with the baseline.
+
+    `distinct` says whether their losses differ by more than those of seeds do; None where there is one seed only.
     """
-    done = [(row, row.val_loss) for row in rows if row.val_loss]
-    largest = [(row, loss) for row, loss in done if row.tokens == max(row.tokens for row, _ in done)]
-    reference = next(((row, loss) for row, loss in largest if row.architecture == baseline), None)
-    others = [(row, loss) for row, loss in largest if row.architecture != baseline]
-    if reference is None or not others:
-        return "Too few runs have finished for a verdict."
-    best, ours = min(others, key=lambda pair: pair[1].mean)
-    theirs = reference[1]
-    name, base, distinct = label(best.architecture), label(baseline), apart(best, reference[0])
-    numbers = f"({ours.mean:.3f} against {theirs.mean:.3f})"
+    assert best.val_loss is not None
+    assert reference.val_loss is not None
+    ours, theirs = best.val_loss.mean, reference.val_loss.mean
+    name, base = label(best.architecture), label(reference.architecture)
+    numbers = f"({ours:.3f} against {theirs:.3f})"
     if distinct is False:
         sentence = f"{name} and {base} end at losses that the seeds do not tell apart {numbers}"
     else:
-        change = ours.mean / theirs.mean - 1
+        change = ours / theirs - 1
         sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss {numbers}"
     if gain := _gain(rows, best.architecture, base):
         sentence += f"; {gain}"
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
         sentence += f"; {_time(cost.overhead)}"
-    if distinct is None:
-        sentence += " (one seed: no error bars)"
-    return f"{'' if complete else 'So far: '}{sentence}."
+    return sentence + (" (one seed: no error bars)." if distinct is None else ".")
 
 
 def _gain(rows: Sequence[Row], architecture: str, base: str) -> str | None:

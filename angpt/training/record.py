@@ -72,7 +72,7 @@ class RunRecord:
                     evaluations.append(Evaluation(record["tokens"], record["seconds"], record["val_loss"]))
                 elif record["kind"] in of_kind:
                     of_kind[record["kind"]].append(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
         return tuple(evaluations), tuple(of_kind["layers"]), tuple(of_kind["moments"])
 

@@ -13,6 +13,8 @@ from angpt.present import words as text
 from angpt.report import inside, write_report
 from angpt.results import Result
 from angpt.stats import Interval
+from angpt.training import checkpoint
+from angpt.training.checkpoint import digest_and_sync
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -163,6 +165,19 @@ def test_equal_inputs_give_equal_bytes(complete: Written, tmp_path: Path, monkey
     assert again.read_bytes() == complete.page.read_bytes()
     for path in (complete.page.parent / "figures").iterdir():
         assert (tmp_path / "again" / "figures" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_every_checkpoint_is_hashed_once(complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inside, "LARGEST", 10**6)
+    hashed: list[Path] = []
+
+    def digest(path: Path, sync: bool = True) -> str:
+        hashed.append(path)
+        return digest_and_sync(path, sync)
+
+    monkeypatch.setattr(checkpoint, "digest_and_sync", digest)
+    write_report(complete.folder, complete.runs, complete.result, tmp_path / "again", COMMANDS)
+    assert len(hashed) == len(set(hashed)) == 3 * 2  # parameters and moments of one run per architecture
 
 
 def test_each_model_continues_the_same_prompts(complete: Written) -> None:

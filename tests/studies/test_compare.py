@@ -51,11 +51,11 @@ def executed(data, folder, **overrides):
 
 def rates(study):
     """The learning rate that was chosen for each architecture."""
-    return {tuning.group.architecture: tuning.rate for tuning in study.tunings()}
+    return {s.group.architecture: study.tuned(s)[0].lr for s in study.searches() if s.trials}
 
 
 def trials(study):
-    return [study.trial(tuning, lr) for tuning in study.tunings() for lr in tuning.rates]
+    return [job for job in study.planned() if job.folder.parent.name == "tuning"]
 
 
 def runs(study):

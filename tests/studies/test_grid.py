@@ -104,6 +104,14 @@ def test_multiples_are_of_the_rule(read, architecture):
         assert rates == pytest.approx([lr / 2, lr, 1.0], rel=0.005)
 
 
+def test_multiples_are_of_the_rates_of_the_study_where_it_has_some(read):
+    config = read(
+        ("lrs = [0.004, 0.016, 0.064]", 'lrs = ["0.5x", "1x", 1]'), ("threads = 1", "lrs = {angpt = 0.0123456}")
+    )
+    assert start_lines(config.grid[0], Group("angpt", "a", "2.048k"), config)[128] == [0.00617, 0.0123456, 1.0]
+    assert start_lines(config.grid[0], Group("gpt+", "a", "2.048k"), config)[128][1] != 0.0123456
+
+
 def test_without_sizes_and_budgets_those_of_train_hold(read, tmp_path):
     config = read(
         ('sizes = ["a", "b"]\n', ""),
@@ -158,6 +166,12 @@ def test_the_largest_grid(read):
         ("[shapes.a]", "batch_limits = [1]\n[shapes.a]", "grid.batch_limits = [1]: give the lowest and the highest"),
         ('baseline = "gpt+"', 'baseline = "gtp+"', "baseline = 'gtp+' is not in a grid: did you mean gpt+"),
         ('baseline = "gpt+"', "beta2_below_100M = 1", "beta2_below_100M must be in [0, 1)"),
+        ('baseline = "gpt+"', "tuning_split = 1", "tuning_split must be in (0, 1), not 1.0"),
+        ('baseline = "gpt+"', "lrs = {ngpt = 0.1}", "lrs: ngpt is not among the architectures"),
+        ('baseline = "gpt+"', "lrs = {angpt = 0}", "lrs: the rate of angpt must be positive"),
+        ('baseline = "gpt+"', 'names = "long"', "names must be 'full' or 'short', not 'long'"),
+        ("batches = [128, 256]", "tune = 3", "grid.tune: chooses the learning rate, so lrs and batches must have one"),
+        ("batches = [128, 256]", "tune = -3", "grid.tune = -3 must not be negative"),
         ("threads = 1", "threads = 0", "threads must be positive"),
         ("[shapes.b]", '[shapes."b/c"]', "shapes.b/c: a name of letters"),
         ("[shapes.b]", '[shapes."32M"]', "shapes.32M: a name of letters"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from angpt.stats import Deviation, pooled_deviation
-from angpt.studies.speedup import Point, falling, speed_up
+from angpt.studies.speedup import CurvePoint, falling, speed_up
 from tests.intervals import check_intervals
 
 NONE = Deviation(0.0, 0)
@@ -17,13 +17,13 @@ def loss(tokens, exponent=0.05):
 
 
 def baseline(noise=lambda: 0.0, seeds=1):
-    return [Point((t,) * seeds, tuple(loss(t) * math.exp(noise()) for _ in range(seeds))) for t in BUDGETS]
+    return [CurvePoint((t,) * seeds, tuple(loss(t) * math.exp(noise()) for _ in range(seeds))) for t in BUDGETS]
 
 
 @pytest.mark.parametrize("true", [1.0, 1.1, 1.4, 2.0, 0.8])
 @pytest.mark.parametrize("used", [1e10, 1.7e10, 2e10])
 def test_a_known_speed_up_is_found(true, used):
-    found = speed_up(baseline(), Point((used,), (loss(true * used),)), NONE, NONE)
+    found = speed_up(baseline(), CurvePoint((used,), (loss(true * used),)), NONE, NONE)
     assert found.relation == "="
     assert found.value == pytest.approx(true, rel=0.01)
 
@@ -31,9 +31,11 @@ def test_a_known_speed_up_is_found(true, used):
 def test_a_curve_with_a_floor_is_found_to_two_per_cent():
     """L = E + A·T^−a is no straight line in log-log: between budgets a factor of two apart its bend costs 1.3 %."""
     floor = lambda t: 1.8 + 0.9 * (t / 1e10) ** -0.3  # noqa: E731
-    curve = [Point((t,), (floor(t),)) for t in BUDGETS]
+    curve = [CurvePoint((t,), (floor(t),)) for t in BUDGETS]
     for used in (1e10, 1.5e10, 2e10):
-        assert speed_up(curve, Point((used,), (floor(1.4 * used),)), NONE, NONE).value == pytest.approx(1.4, rel=0.02)
+        assert speed_up(curve, CurvePoint((used,), (floor(1.4 * used),)), NONE, NONE).value == pytest.approx(
+            1.4, rel=0.02
+        )
 
 
 def test_the_interval_covers_the_truth():
@@ -42,7 +44,7 @@ def test_the_interval_covers_the_truth():
     for _ in range(300):
         noise = lambda: float(rng.normal(0, sigma))  # noqa: E731
         base = baseline(noise, seeds)
-        other = Point((1e10,) * seeds, tuple(loss(true * 1e10) * math.exp(noise()) for _ in range(seeds)))
+        other = CurvePoint((1e10,) * seeds, tuple(loss(true * 1e10) * math.exp(noise()) for _ in range(seeds)))
         found = speed_up(base, other, pooled_deviation([p.losses for p in [*base, other]]), EXACT)
         covered += found.low <= true <= found.high
         widths.append(found.high - found.low)
@@ -56,7 +58,7 @@ def test_the_interval_covers_the_truth_when_the_clock_is_noisy():
 
     def point(used, tokens):
         uses = used * np.exp(rng.normal(0, clock, seeds))
-        return Point(tuple(uses), tuple(loss(tokens) * np.exp(rng.normal(0, sigma, seeds))))
+        return CurvePoint(tuple(uses), tuple(loss(tokens) * np.exp(rng.normal(0, sigma, seeds))))
 
     for _ in range(300):
         base, other = [point(t, t) for t in BUDGETS], point(1e10, true * 1e10)
@@ -68,20 +70,20 @@ def test_the_interval_covers_the_truth_when_the_clock_is_noisy():
 
 
 def test_outside_of_the_curve_it_is_a_bound():
-    better = speed_up(baseline(), Point((2e10,), (loss(1e12),)), NONE, NONE)
+    better = speed_up(baseline(), CurvePoint((2e10,), (loss(1e12),)), NONE, NONE)
     assert (better.relation, better.value) == (">", pytest.approx(3.5))
     assert better.low is better.high is None
-    worse = speed_up(baseline(), Point((2e10,), (loss(1e9),)), NONE, NONE)
+    worse = speed_up(baseline(), CurvePoint((2e10,), (loss(1e9),)), NONE, NONE)
     assert (worse.relation, worse.value) == ("<", pytest.approx(0.25))
 
 
 def test_one_budget_gives_bounds_only():
-    single = [Point((1e10,), (2.7,))]
-    assert speed_up(single, Point((1e10,), (2.6,)), NONE, NONE).relation == ">"
-    assert speed_up(single, Point((1e10,), (2.8,)), NONE, NONE).relation == "<"
-    assert speed_up([], Point((1e10,), (2.8,)), NONE, NONE) is None
+    single = [CurvePoint((1e10,), (2.7,))]
+    assert speed_up(single, CurvePoint((1e10,), (2.6,)), NONE, NONE).relation == ">"
+    assert speed_up(single, CurvePoint((1e10,), (2.8,)), NONE, NONE).relation == "<"
+    assert speed_up([], CurvePoint((1e10,), (2.8,)), NONE, NONE) is None
 
 
 def test_a_budget_that_did_not_help_is_left_out():
-    points = [Point((2,), (3.0,)), Point((1,), (4.0,)), Point((4,), (3.1,)), Point((8,), (2.5,))]
+    points = [CurvePoint((2,), (3.0,)), CurvePoint((1,), (4.0,)), CurvePoint((4,), (3.1,)), CurvePoint((8,), (2.5,))]
     assert [p.uses[0] for p in falling(points)] == [1, 2, 8]

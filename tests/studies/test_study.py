@@ -117,6 +117,42 @@ def test_a_growing_study_trains_what_it_grows_by(make):
     assert result.notes[0].startswith("GPT+ a 2.048k: the best learning rate, 0.0008, is the highest of those tried")
 
 
+def test_any_study_can_be_tuned(make):
+    """Each architecture and size has its trials, at the smallest budget, on the held-out part of the training data."""
+    study = make(
+        (
+            "batches = [128, 256]\nlrs = [0.004, 0.016, 0.064]",
+            "batches = [128]\nlrs = [0.01]\ntune = 2\nseeds = [3, 4]",
+        ),
+        ('budgets = ["2048"]', 'budgets = ["4k", "2048"]'),
+        ("threads = 1", "threads = 1\ntuning_split = 0.25"),
+    )
+    trials = study.jobs()
+    assert [job.folder.name for job in trials] == [
+        f"{name}-{size}-2.048k-b128-lr{lr}-trial"
+        for size in "ab"
+        for name in ("gpt+", "angpt")
+        for lr in (0.00707, 0.0141)
+    ]
+    assert {job.folder.parent.name for job in trials} == {"tuning"}
+    assert {(job.config.data.tuning_split, job.config.seed) for job in trials} == {(0.25, 3)}
+    assert len(study.planned()) == 8 + 2 * 2 * 2 * 2
+    tried = 0
+    while todo := [job for job in trials if not job.folder.exists()]:
+        tried += len(todo)
+        for job in todo:
+            best = 0.03 if job.config.model.d_model == 16 else 0.014
+            pretend(job, val_loss=2 + abs(math.log(job.config.optimizer.lr / best)))
+        trials = [job for job in study.jobs() if job.folder.parent.name == "tuning"]
+    assert tried == 2 * (4 + 3)  # to 0.0561 and 0.0281
+    runs = [job for job in study.jobs() if job.folder.parent.name == "runs"]
+    assert len(runs) == 16
+    assert {(job.config.model.d_model, job.config.optimizer.lr) for job in runs} == {(16, 0.0281), (32, 0.0141)}
+    assert {job.config.data.tuning_split for job in runs} == {0.0}
+    assert "angpt-b-4k-b128-lr0.0141-s4" in {job.folder.name for job in runs}
+    assert {row.lr_side for row in study.result().rows} == {0}
+
+
 def test_a_failed_run_is_reported_and_tried_again_on_demand(make, capsys):
     study = make(*ONE)
     file = study.folder.with_suffix(".toml")

@@ -1,8 +1,12 @@
+import dataclasses
+
 import pytest
 
-from angpt.results import Cost, Row, SpeedUp
+from angpt.results import Cost, Row, RunResult, SpeedUp
 from angpt.stats import Interval
-from angpt.studies.summarise import verdict
+from angpt.studies.grid import Group
+from angpt.studies.search import Optimum
+from angpt.studies.summarise import Chosen, contest, summarise, verdict
 
 
 def row(architecture, budget, mean, spread=0.01, speedup=None):
@@ -16,28 +20,36 @@ COSTS = [
 ]
 
 
-def apart(one, two):
-    return True
+def told(rows, costs=(), distinct=True):
+    """The verdict on the last row against the first."""
+    return verdict(rows[-1], rows[0], distinct, rows, costs)
 
 
-def close(one, two):
-    return False
+def chosen(architecture, tokens, *losses, status="finished"):
+    """A group of runs with these losses."""
+    runs = [
+        RunResult(
+            f"{architecture}-{tokens}-{i}", architecture, "", 1, tokens, 1, 0.1, i, status, 1.0, loss, 1, 1.0, 1.0, 1.0
+        )
+        for i, loss in enumerate(losses)
+    ]
+    return Chosen(Group(architecture, "", str(tokens)), Optimum(1, 0.1, 0.0, 0, 0), 1, tuple(runs))
 
 
-def unknown(one, two):
-    return None
+def summarised(*groups):
+    return summarise(groups, [run for group in groups for run in group.runs], "gpt+")
 
 
 def test_a_clear_win():
     speedups = SpeedUp(1.4, 1.3, 1.5, "="), SpeedUp(1.0, None, None, ">")
     rows = [
-        row("gpt+", 1, 3.2),
         row("gpt+", 2, 3.0),
+        row("gpt+", 1, 3.2),
         row("ngpt", 2, 2.95),
         row("angpt", 1, 3.1, speedup=speedups[0]),
         row("angpt", 2, 2.9, speedup=speedups[1]),
     ]
-    assert verdict(rows, COSTS, "gpt+", apart, True) == (
+    assert told(rows, COSTS) == (
         "anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000); for its loss after 1 tokens GPT+ needs 1.40 times "
         "as many (1.30 to 1.50); a step takes 3.0% more time."
     )
@@ -45,13 +57,13 @@ def test_a_clear_win():
 
 def test_a_tie_is_called_one():
     rows = [row("gpt+", 1, 3.0), row("angpt", 1, 2.95)]
-    found = verdict(rows, [], "gpt+", close, True)
+    found = told(rows, distinct=False)
     assert found == "anGPT and GPT+ end at losses that the seeds do not tell apart (2.950 against 3.000)."
 
 
 def test_a_loss_is_called_one():
     rows = [row("gpt+", 1, 3.0), row("angpt", 1, 3.3, speedup=SpeedUp(0.8, None, None, "<"))]
-    assert verdict(rows, [], "gpt+", apart, True) == (
+    assert told(rows) == (
         "anGPT ends 10.0% above GPT+ in loss (3.300 against 3.000); "
         "for its loss after 1 tokens GPT+ needs less than 0.80 times as many."
     )
@@ -59,26 +71,61 @@ def test_a_loss_is_called_one():
 
 def test_a_cost_that_is_none_is_called_none():
     costs = [COSTS[0], Cost("angpt", "", 1, Interval(10, 9, 11, 3), Interval(-0.01, -0.04, 0.02, 3), 1)]
-    found = verdict([row("gpt+", 1, 3.0), row("angpt", 1, 2.0)], costs, "gpt+", apart, True)
+    found = told([row("gpt+", 1, 3.0), row("angpt", 1, 2.0)], costs)
     assert found.endswith("a step takes the same time (to within 4.0%).")
 
 
 def test_one_seed_has_no_error_bars():
     rows = [row(n, 1, m, spread=0) for n, m in (("gpt+", 3.0), ("angpt", 2.9))]
-    assert verdict(rows, [], "gpt+", unknown, True).endswith("(one seed: no error bars).")
+    assert told(rows, distinct=None).endswith("(one seed: no error bars).")
 
 
-@pytest.mark.parametrize("rows", [[], [row("gpt+", 1, 3.0)], [row("angpt", 1, 3.0), row("ngpt", 1, 3.0)]])
-def test_too_little_to_tell(rows):
-    assert verdict(rows, [], "gpt+", apart, False) == "Too few runs have finished for a verdict."
+@pytest.mark.parametrize("names", [("gpt+",), ("angpt", "ngpt")])
+def test_too_little_to_tell(names):
+    result = summarised(*(chosen(name, 1, 3.0) for name in names))
+    assert result.verdict == "Too few runs have finished for a verdict."
+
+
+def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
+    groups = [chosen("gpt+", 1, 3.2), chosen("gpt+", 2, 3.0), chosen("ngpt", 2, 2.95), chosen("angpt", 2, 2.9, 2.901)]
+    assert contest([*groups, chosen("angpt", 1, 1.0)], "gpt+") == (groups[3], groups[1])
+    assert summarised(*groups).verdict.startswith("anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000)")
 
 
 def test_of_bounds_the_strongest_is_told():
     bounds = SpeedUp(2.0, None, None, ">"), SpeedUp(1.0, None, None, ">")
     rows = [row("gpt+", 1, 3.2), row("gpt+", 2, 3.0)]
     rows += [row("angpt", b + 1, 2.9 - b / 10, speedup=bounds[b]) for b in (0, 1)]
-    assert "after 1 tokens GPT+ needs more than 2.00 times as many" in verdict(rows, [], "gpt+", apart, True)
+    assert "after 1 tokens GPT+ needs more than 2.00 times as many" in told(rows)
 
 
 def test_under_way():
-    assert verdict([row("gpt+", 1, 3.0), row("angpt", 1, 2.0)], [], "gpt+", apart, False).startswith("So far: anGPT")
+    waiting = chosen("ngpt", 1, None, status="waiting")
+    result = summarised(chosen("gpt+", 1, 3.0), chosen("angpt", 1, 2.0), waiting)
+    assert result.verdict.startswith("So far: anGPT ends 33.3% below GPT+")
+    assert not result.complete
+    assert result.rows[2].val_loss is None
+
+
+def test_a_page_has_the_runs_of_its_size_alone():
+    small, large = (
+        [chosen(name, 1, loss) for name, loss in (("gpt+", 3.0), ("angpt", 2.0))],
+        [chosen(name, 1, loss) for name, loss in (("gpt+", 2.5), ("angpt", 1.5))],
+    )
+    groups = [
+        Chosen(Group(c.group.architecture, size, "1"), c.best, 1, tuple(named(run, size) for run in c.runs))
+        for size, of_size in (("a", small), ("b", large))
+        for c in of_size
+    ]
+    result = summarised(*groups)
+    assert result.sizes == ("a", "b")
+    assert result.verdict.count("\n") == 1
+    part = result.of_size("b")
+    assert [row.val_loss.mean for row in part.rows] == pytest.approx([2.5, 1.5])
+    assert {run.name for run in part.runs} == {"gpt+-1-0-b", "angpt-1-0-b"}
+    assert [run.name for run in part.representatives()] == ["gpt+-1-0-b", "angpt-1-0-b"]
+    assert part.verdict == result.verdicts["b"]
+
+
+def named(run, size):
+    return dataclasses.replace(run, name=f"{run.name}-{size}", size=size)
