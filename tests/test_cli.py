@@ -1,10 +1,16 @@
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import angpt
 from angpt.version import __version__
-from tests.command import angpt, call
+from tests.command import angpt as run
+from tests.command import call
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_version(capsys):
@@ -15,12 +21,18 @@ def test_version(capsys):
 def test_help_names_every_command(capsys, args):
     code, out, _ = call(capsys, *args)
     assert code == 0
-    for command in ("models", "factors"):
-        assert command in out
+    listed = re.search(r"\{([\w,\s]+)\}", out)[1].replace("\n", "").replace(" ", "").split(",")
+    documented = re.findall(r"^angpt (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(listed) == {*documented, "import"}
+
+
+def test_every_public_name_can_be_imported():
+    for name in angpt.__all__:
+        assert getattr(angpt, name), name
 
 
 def test_help_shows_what_to_type(capsys):
-    _, text = angpt(capsys, "generate", "--help")
+    _, text = run(capsys, "generate", "--help")
     for words in ("MODEL [PROMPTS]", "--top-p FLOAT", "--device {auto,cpu,cuda}"):
         assert words in text
 
@@ -58,7 +70,7 @@ def test_factors(capsys):
     ],
 )
 def test_mistakes_exit_with_2_and_no_traceback(capsys, args, message):
-    code, text = angpt(capsys, *args)
+    code, text = run(capsys, *args)
     assert code == 2
     assert message in text
     assert "Traceback" not in text

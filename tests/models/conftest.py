@@ -14,7 +14,13 @@ def architecture(request):
 
 def tiny(architecture="angpt", seed=0, **overrides):
     """A small float64 model whose learned vectors are moved off their start, so that no term hides behind a one."""
-    model = build(ModelConfig(architecture=architecture, **(TINY | overrides)), seed).double()
+    cfg = ModelConfig(architecture=architecture, **(TINY | overrides))
+    torch.set_default_dtype(torch.float64)  # while it is built: constants that it keeps as tensors are exact, too
+    try:
+        model = build(cfg)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.load_state_dict(build(cfg, seed).state_dict())
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for p in model.parameters():

@@ -40,11 +40,12 @@ def test_flops_per_token():
     assert build(cfg).flops_per_token() == expected
 
 
-def test_model_equals_table_1_written_as_loops(architecture):
-    model = tiny(architecture)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_model_equals_table_1_written_as_loops(name):
+    model = tiny(name)
     tokens = some_tokens(1, 7)
     parameters = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    expected = reference.MODELS[architecture](parameters, model.cfg, tokens[0].tolist())
+    expected = reference.MODELS[name](parameters, model.cfg, tokens[0].tolist())
     torch.testing.assert_close(model(tokens)[0], expected, rtol=1e-10, atol=1e-10)
 
     targets = some_tokens(1, 7, seed=1)
@@ -54,10 +55,8 @@ def test_model_equals_table_1_written_as_loops(architecture):
     assert loss.item() == pytest.approx(slow_loss.item(), rel=1e-10)
     loss.backward()
     slow_loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(
-            p.grad, parameters[name].grad, rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, parameters[n].grad, rtol=1e-8, atol=1e-10, msg=lambda m, n=n: f"{n}: {m}")
 
 
 def test_ignored_targets_do_not_count(architecture):
@@ -81,11 +80,42 @@ def test_no_logit_depends_on_a_later_token(name, t, seed):
     assert not torch.equal(before[:, t], after[:, t])
 
 
-def test_masked_documents_are_computed_as_if_alone(architecture):
-    model = tiny(architecture)
-    one, two = some_tokens(1, 6), some_tokens(1, 9, seed=1)
-    packed = model(torch.cat((one, two), 1), documents=torch.tensor([[0] * 6 + [1] * 9]))
-    torch.testing.assert_close(packed, torch.cat((model(one), model(two)), 1), rtol=1e-10, atol=1e-12)
+def packed_documents(lengths):
+    """Rows of tokens and of document numbers; no token occurs in two documents of a row."""
+    tokens, documents = [], []
+    for row, counts in enumerate(lengths):
+        order = torch.randperm(TINY["vocab_size"], generator=torch.Generator().manual_seed(row))
+        tokens.append(order[: sum(counts)].tolist())
+        documents.append([7 - number for number, count in enumerate(counts) for _ in range(count)])
+    return torch.tensor(tokens), torch.tensor(documents)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_masked_documents_are_computed_as_if_alone(name):
+    """Two rows whose documents begin at different places: logits, and the gradients of what one document computes."""
+    model = tiny(name)
+    lengths = [(5, 1, 9), (3, 8, 4)]
+    tokens, documents = packed_documents(lengths)
+    packed = model(tokens, documents=documents)
+    unmasked = model(tokens)
+    for row, counts in enumerate(lengths):
+        for number, count in enumerate(counts):
+            start = sum(counts[:number])
+            here = slice(start, start + count)
+            alone = model(tokens[row : row + 1, here])[0]
+            torch.testing.assert_close(packed[row, here], alone, rtol=1e-10, atol=1e-12)
+            # Without the mask, a later document sees the one before it.
+            assert torch.allclose(unmasked[row, here], alone, rtol=1e-6) == (number == 0)
+
+            weights = torch.randn(alone.shape, generator=torch.Generator().manual_seed(number), dtype=alone.dtype)
+            parameters = tuple(model.parameters())
+            found = torch.autograd.grad((packed[row, here] * weights).sum(), parameters, retain_graph=True)
+            expected = torch.autograd.grad((alone * weights).sum(), parameters)
+            for (n, _), ours, theirs in zip(model.named_parameters(), found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10, msg=lambda m, n=n: f"{n}: {m}")
+            others = sorted(set(range(TINY["vocab_size"])) - set(tokens[row, here].tolist()))
+            assert found[0].shape == (TINY["vocab_size"], TINY["d_model"])  # of the embedding
+            assert not found[0][others].any()
 
 
 def test_hidden_states_lead_to_the_logits(architecture):

@@ -54,6 +54,7 @@ def test_scaling_all_factors_scales_the_residual_with_every_update(name, factor)
 
 
 def test_every_variant_differs_from_its_base_but_the_attention_factor():
+    """So that equality with its restatement (test_models) says something."""
     tokens = some_tokens(1, 12)
     for name in NAMES:
         base = name.partition("/")[0]
@@ -83,6 +84,20 @@ def test_dyt_is_a_scaled_tanh_and_scales_the_embedding():
     torch.testing.assert_close(model.blocks[0].norm_a(h), torch.tanh(h))
     tokens = some_tokens(1, 4)
     torch.testing.assert_close(model.embed(tokens), model.W_e.weight[tokens] * 4)
+
+
+def test_the_attention_factor_scales_row_r_by_root_r():
+    """The norm behind W_p removes it again, so it is looked for in what W_p receives."""
+    received = {}
+    for name in ("angpt", "angpt/attention-factor"):
+        model = tiny(name)
+        handle = model.blocks[0].W_p.register_forward_pre_hook(
+            lambda _, args, name=name: received.update({name: args[0]})
+        )
+        model(some_tokens(2, 12))
+        handle.remove()
+    roots = torch.arange(1, 13, dtype=torch.float64).sqrt()[:, None]
+    torch.testing.assert_close(received["angpt/attention-factor"], received["angpt"] * roots)
 
 
 def test_variants_without_a_part_do_not_carry_its_parameters():
