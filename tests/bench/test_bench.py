@@ -14,6 +14,7 @@ from angpt.cli.main import main
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.variants import build
+from tests.intervals import check_intervals
 
 
 def test_turns_are_taken_in_all_orders():
@@ -39,12 +40,11 @@ def test_drift_cancels_in_a_ratio_of_rounds():
 
 def test_an_interval_of_a_ratio_covers_the_truth():
     rng = np.random.default_rng(1)
-    covered = 0
+    trials = []
     for _ in range(100):
         a, b = 1.05 * rng.normal(1, 0.02, 20), rng.normal(1, 0.02, 20)
-        found = ratio(a.tolist(), b.tolist())
-        covered += found.low <= 1.05 <= found.high
-    assert covered >= 88
+        trials.append([ratio(a.tolist(), b.tolist())])
+    check_intervals(trials, [1.05], hits=88)
 
 
 def test_cases():

@@ -9,6 +9,7 @@ from angpt.fits.compute import Sample
 from angpt.fits.parametric import Parametric, bootstrap_interval, fit_parametric, huber, jacobian, predict
 from tests.fits.synthetic import Law
 from tests.fits.test_frontier import FREE, LAW, multiples
+from tests.intervals import check_intervals
 
 SIZES, RATIOS = np.geomspace(3e7, 1e9, 6), np.geomspace(5, 100, 6)
 
@@ -38,19 +39,19 @@ def test_without_irreducible_loss():
     assert found.exponents()["parameters"][0] == pytest.approx(FREE.exponents["parameters"], abs=0.01)
 
 
-def coverage(trials, noise, draw):
-    truth = {"E": LAW.E, "a": LAW.a, "b": LAW.b}
-    hits = []
+def check_coverage(trials, noise, draw, hits):
+    best = 1e20 ** LAW.exponents["parameters"] * best_size(LAW)
+    truth = {"E": LAW.E, "a": LAW.a, "b": LAW.b} | LAW.exponents
+    truth["L"] = math.log(LAW.loss(best, 1e20 / 6 / best))
+    found_in = []
     for seed in range(trials):
         sample = multiples(LAW, SIZES, RATIOS)
         y = sample.log_loss + noise * draw(np.random.default_rng(seed), len(sample))
         found = fit_parametric(dataclasses.replace(sample, log_loss=y), 300, (seed,))
         estimates = found.parameters() | {k: found.estimate(v) for k, v in found.exponents().items()}
         estimates["L"] = found.estimate(found.log_optimum(math.log(1e20))[2])
-        best = 1e20 ** LAW.exponents["parameters"] * best_size(LAW)
-        truth_now = truth | LAW.exponents | {"L": math.log(LAW.loss(best, 1e20 / 6 / best))}
-        hits.append([estimates[name].covers(value) for name, value in truth_now.items()])
-    return np.sum(hits, axis=0)
+        found_in.append([estimates[name] for name in truth])
+    check_intervals(found_in, list(truth.values()), hits)
 
 
 def best_size(law):
@@ -59,21 +60,19 @@ def best_size(law):
 
 
 def test_intervals_cover_the_truth_in_a_few_trials():
-    assert coverage(20, 0.003, lambda rng, n: rng.standard_normal(n)).min() >= 17
+    check_coverage(20, 0.003, lambda rng, n: rng.standard_normal(n), hits=17)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.001, 0.005])
 def test_intervals_cover_the_truth(noise):
-    hits = coverage(100, noise, lambda rng, n: rng.standard_normal(n))
-    assert hits.min() >= 90, hits
+    check_coverage(100, noise, lambda rng, n: rng.standard_normal(n), hits=90)
 
 
 @pytest.mark.slow
 def test_intervals_cover_the_truth_with_outliers():
     """Noise of three degrees of freedom: now and then a run that is far off."""
-    hits = coverage(100, 0.002, lambda rng, n: rng.standard_t(3, n))
-    assert hits.min() >= 90, hits
+    check_coverage(100, 0.002, lambda rng, n: rng.standard_t(3, n), hits=90)
 
 
 def test_the_optimum_is_that_of_a_search():

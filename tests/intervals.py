@@ -1,0 +1,23 @@
+"""Whether intervals over many trials are those of their level: neither too narrow nor too wide."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def check_intervals(trials: Sequence[Sequence[Any]], truth: Sequence[float], hits: float, widest: float = 2.0) -> None:
+    """Each of the quantities of a trial is covered in that many trials, by intervals that are no wider than needed.
+
+    `trials` has, per trial, an estimate with `value`, `low` and `high` for each quantity; `truth` the true values.
+    Needed is what the estimates themselves vary by: 95 % of a normal distribution with their standard deviation. Small
+    samples need more than that (Student's t), hence `widest` times as much for the median interval.
+    """
+    low, high, value = (
+        np.array([[getattr(e, field) for e in trial] for trial in trials], dtype=float)  # None becomes NaN
+        for field in ("low", "high", "value")
+    )
+    covered = ((low <= truth) & (truth <= high)).sum(axis=0)
+    assert covered.min() >= hits, covered
+    width = np.median(high - low, axis=0) / (2 * 1.96 * value.std(axis=0, ddof=1))
+    assert width.max() <= widest, width
