@@ -1,6 +1,9 @@
 import dataclasses
+import math
 import os
 import re
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -132,6 +135,11 @@ def test_every_small_one_runs(path, tmp_path):
     small.execute(Processes(2), lambda *_: None)
     result = outcome(small)
     assert result.complete, small.failed()
-    assert len(result.rows) == len({(s.group) for s in small.searches()})
-    assert all(f"{row.architecture}" for row in result.rows)
-    assert markdown(result).count("\n| ") >= len(result.rows)
+    axes = [(grid.architectures, grid.sizes or ("",), grid.budgets or (train.tokens,)) for grid in grids]
+    expected = {group for axis in axes for group in product(*axis)}
+    assert Counter((r.architecture, r.size) for r in result.rows) == Counter((a, size) for a, size, _ in expected)
+    for row in result.rows:
+        assert row.diverged == 0, row
+        assert row.val_loss.mean < math.log(train.model.vocab_size), row  # better than a guess
+    table = [line for line in markdown(result).splitlines() if line.startswith("| ")]
+    assert len(table) == 1 + len(result.rows)

@@ -7,7 +7,7 @@ import pytest
 from angpt.fits.compute import Sample
 from angpt.fits.frontier import Bins, Frontier, between, fit_frontier
 from tests.fits.synthetic import Law
-from tests.intervals import check_intervals
+from tests.intervals import check_intervals, numbers_of
 
 LAW = Law()
 FREE = Law(E=0.0)
@@ -71,9 +71,10 @@ def test_intervals_cover_the_truth(design, noise):
     for seed in range(100):
         found = fit(DESIGNS[design](FREE, noise=noise, seed=seed))
         middle = math.exp(found.loss.center)
-        level, expected = found.loss.at(middle), clean.at(middle).value
-        off = {name: getattr(level, name) / expected - 1 for name in ("value", "low", "high")}  # the middle varies
-        trials.append([found.parameters.slope, found.tokens.slope, found.loss.slope, SimpleNamespace(**off)])
+        _, expected, _ = numbers_of(clean.at(middle))
+        low, level, high = (x / expected - 1 for x in numbers_of(found.loss.at(middle)))  # the middle varies
+        off = SimpleNamespace(low=low, mean=level, high=high)
+        trials.append([found.parameters.slope, found.tokens.slope, found.loss.slope, off])
     check_intervals(trials, [truth["parameters"], truth["tokens"], truth["loss"], 0.0], hits=90)
 
 

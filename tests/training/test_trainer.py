@@ -179,18 +179,28 @@ def test_a_damaged_last_checkpoint_costs_steps_but_not_the_run(data, tmp_path):
     assert without_timing(run) == without_timing(Run.open(tmp_path / "whole"))
 
 
-def test_divergence_stops_and_is_marked(data, tmp_path):
-    config = small(data, "gpt+", optimizer__lr=1e30, optimizer__warmup=0.6, optimizer__clip=1e30, checkpoint_every=1)
+@pytest.mark.parametrize(("every", "saved"), [(1, ["step-000000001"]), (12, [])])
+def test_divergence_stops_and_is_marked(data, tmp_path, every, saved):
+    """The first step writes weights of 1e29, whose squares overflow: the gradient of the second is not finite.
+
+    Twelve steps are planned. Losses are looked at before each checkpoint and every third step.
+    """
+    config = small(
+        data, "gpt+", optimizer__lr=1e30, optimizer__warmup=0.6, optimizer__clip=1e30, checkpoint_every=every,
+        layers_every=12, eval_every=12,
+    )  # fmt: skip
     summary = start(config, tmp_path / "run", Quiet())
-    assert summary.status == "diverged"
+    assert (summary.status, summary.step, summary.steps) == ("diverged", 2, 12)
+    assert summary.checkpoint == (saved[-1] if saved else None)
     run = Run.open(tmp_path / "run")
+    assert [path.name for path in run.checkpoints.glob("*")] == saved
     train = [r for r in run.records() if r["kind"] == "train"]
-    assert train[-1]["step"] == summary.step
-    assert None in (train[-1]["loss"], train[-1]["grad_norm"])
-    assert all(None not in (r["loss"], r["grad_norm"]) for r in train[:-1])
-    good = checkpoint.newest(run.checkpoints)
-    assert summary.checkpoint == (good.name if good else None)
+    assert [r["step"] for r in train] == [1, 2]
+    assert None not in (train[0]["loss"], train[0]["grad_norm"])
+    assert train[1]["grad_norm"] is None
+    files = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     assert resume(run.path, Quiet()) == summary
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == files
 
 
 def test_the_second_interrupt_stops_at_once():
