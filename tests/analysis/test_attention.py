@@ -18,7 +18,9 @@ def test_dense_attention_has_rows_of_one_over_root_r():
     with torch.no_grad():
         for block in model.blocks:
             block.W_qkv.weight[:16] = 0
-    for found in measure_attention(model, some_batches()):
+    layers = measure_attention(model, some_batches())
+    assert [found.layer for found in layers] == [1, 2]
+    for found in layers:
         assert found.total.scaled == pytest.approx(1, abs=1e-6)
         assert found.heads == pytest.approx((1, 1), abs=1e-6)
         assert found.total.norm == found.total.dense == pytest.approx(statistics.fmean(r**-0.5 for r in range(1, 13)))
@@ -107,5 +109,6 @@ def test_the_model_attends_with_these_matrices():
 
     probe = Catch()
     observe(model, some_batches(), [probe])
+    assert [found.layer for found in probe.results()] == [1, 2]
     for found in probe.results():
         assert found.total.norm == pytest.approx(torch.cat(seen[found.layer - 1]).mean().item(), rel=1e-9)

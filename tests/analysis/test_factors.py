@@ -134,5 +134,6 @@ def test_at_its_start_a_wide_model_has_the_factors_of_the_derivation():
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt"])
 def test_without_factors_the_lengths_are_measured_all_the_same(architecture):
     found = lookup(measure_factors(tiny(architecture), some_batches()))
+    assert {("q", 1), ("d", 2)} <= set(found)
     assert all(f.nu is None and f.off is None and f.measured for f in found.values())
     assert (("lerp_a", 1) in found) == (architecture == "ngpt")

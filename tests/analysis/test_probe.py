@@ -119,4 +119,5 @@ def test_in_bf16_the_numbers_are_nearly_the_same(architecture):
                         rounded.blocks("attention") + rounded.blocks("mlp"), strict=True):  # fmt: skip
         assert (two.maps, two.relative_update) == pytest.approx((one.maps, one.relative_update), rel=0.02)
     assert attention.results()[0].bins[0].norm == pytest.approx(1.0, abs=1e-6)
+    assert factors.results()
     assert all(f.measured is not None for f in factors.results())

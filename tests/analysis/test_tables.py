@@ -88,11 +88,13 @@ def test_claims_are_judged_by_the_criterion_that_they_state(measured):
 
 
 def test_every_row_of_the_document_has_the_cells_of_its_heading(measured):
-    heading = 0
+    heading, tables_seen = 0, 0
     for line in markdown(measured, [], "angpt analyze").splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
         assert not (heading and cells) or cells == heading, line
+        tables_seen += cells > 0 and heading == 0
         heading = cells
+    assert tables_seen == len(tables(measured)) + 1  # that of the claims
 
 
 def test_the_claim_about_factors_names_the_worst(measured):
@@ -107,6 +109,7 @@ def test_the_claim_about_factors_names_the_worst(measured):
 
 def test_runs_of_one_kind_make_no_comparison(measured):
     alone = claims(Analysis(measured.runs[-1:]))
+    assert alone
     assert all("GPT+ spikes" not in c.paper and "repeated" not in c.paper for c in alone)
     assert claims(Analysis(())) == []
     assert tables(Analysis(())) == []

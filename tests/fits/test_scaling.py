@@ -112,6 +112,7 @@ def test_different_exponents_are_told_apart():
     records = isoflop_records(Law(E=0.0), SIZES, COMPUTES, 0.002, 0, "gpt+")
     records += isoflop_records(Law(E=0.0, a=0.40, A=1500), SIZES, COMPUTES, 0.002, 1, "angpt")
     found = fit_scaling(average(records), options())
+    assert {c.approach for c in found.comparisons} == set(APPROACHES)
     for c in found.comparisons:
         e = next(e for e in c.exponents if e.quantity == "N_opt(C)")
         true = 0.28 / 0.68 - 0.28 / 0.62
@@ -125,6 +126,7 @@ def test_nothing_is_extrapolated():
     records = isoflop_records(Law(), SIZES, COMPUTES, 0, 0, "gpt+")
     records += [r for r in isoflop_records(Law(E=0.2), SIZES, COMPUTES, 0, 1, "angpt") if r.tokens > 0]
     found = fit_scaling(average(records), options())
+    assert {c.approach for c in found.comparisons} == set(APPROACHES)
     for c in found.comparisons:
         assert c.savings == ()
         assert c.problem == "no loss was reached by both; nothing is extrapolated"

@@ -148,6 +148,7 @@ def test_ids_are_unique_and_references_find_them(complete: Written) -> None:
 
 def test_figures_take_the_colours_of_the_page(complete: Written) -> None:
     svgs = re.findall(r"<svg .*?</svg>", complete.html, re.DOTALL)
+    assert len(svgs) == 2 * len(CHARTS + INSIDE)
     for svg in svgs:
         assert "currentColor" in svg
         assert "#000000" not in svg.lower()

@@ -93,6 +93,7 @@ def test_trials_never_see_the_validation_split(data, tmp_path):
 
 
 def test_the_best_trial_sets_the_rate(finished):
+    assert set(finished.tuned_rates()) == {"gpt+", "ngpt", "angpt"}
     for name, lr in finished.tuned_rates().items():
         losses = {}
         for job in finished.tuning_jobs():
