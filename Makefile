@@ -1,6 +1,8 @@
 # Both commands need nothing but Python >= 3.11; the first of them makes .venv and installs.
 #   make compare   GPT+, nGPT and anGPT side by side on this machine, and a page that shows it
 #   make test      style, types and behaviour
+# Further tests, which need nothing else: make test-slow (several processes, faults, compiled code). Those that take tens
+# of minutes or need a corpus, benchmarks, SLURM or a quiet machine, and are skipped without: make test-long.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 PREPARED := data/stdlib/index.json
 
-.PHONY: compare test test-slow lint format docs clean
+.PHONY: compare test test-slow test-long lint format docs clean
 
 compare: $(PREPARED)
 	$(BIN)/angpt compare --preset laptop --out studies/compare --budgets 300k 600k --seeds 0 1 2 --record-moments
@@ -17,7 +19,10 @@ test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not long"
+
+test-long: $(INSTALLED)
+	$(BIN)/pytest -m long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

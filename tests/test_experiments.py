@@ -112,6 +112,7 @@ def test_files_named_in_the_docs_exist():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
 def test_every_small_one_runs(path, tmp_path):
     """With a twentieth of its tokens, one seed, and grids that stay as they are."""

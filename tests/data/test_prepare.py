@@ -307,6 +307,7 @@ def test_real_text_has_the_known_number_of_tokens(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @needs_corpus
 def test_real_corpus_has_the_known_number_of_tokens(tmp_path):
     index = prepare((str(REAL),), tmp_path / "out", tokenizer=str(NEOX), console=quiet())
@@ -315,6 +316,7 @@ def test_real_corpus_has_the_known_number_of_tokens(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads its peak of memory from /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """5 GB, half of it in one plain text file, half in rows; ANGPT_CORPUS_GB for another size."""

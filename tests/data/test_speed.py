@@ -1,4 +1,4 @@
-"""Rates, which need a quiet machine. `pytest -m slow -s tests/data/test_speed.py` prints what it measures."""
+"""Rates, which need a quiet machine. `pytest -m long -s tests/data/test_speed.py` prints what it measures."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 from tests.data.corpora import NEOX, REAL, write_raw
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.parametrize(("context", "batch"), [(2048, 64), (2048, 512), (256, 512)])

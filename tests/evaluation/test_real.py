@@ -46,6 +46,7 @@ def chances() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_random_model_is_at_the_level_of_chance_on_every_sample(prepared: Path, tmp_path: Path) -> None:
     """Bytes as tokens, so that the logits cost little. Perplexities are those of guessing among all tokens.
 

@@ -161,6 +161,7 @@ def scattered_records():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("make", [many_records, scattered_records])
 def test_ten_thousand_runs_in_half_a_minute(tmp_path, capsys, make):
     source = write_csv(tmp_path / "x.csv", make(), shuffle=0)

@@ -16,7 +16,7 @@ from angpt.training.run import Run
 from tests.studies.conftest import ROOT, pretend, study_result, write_study
 from tests.training.conftest import without_timing
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SINGLE = (
     ('baseline = "gpt+"', ""),

@@ -27,6 +27,7 @@ def until(condition, slurm, seconds=200):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("disturb", [("scontrol", "requeue"), ("scancel", "--signal=USR2")], ids=["requeue", "warning"])
 def test_fsdp_on_two_nodes_resumes_after_a_requeue(slurm_of_two_nodes, data, tmp_path, disturb):
     """As SLURM does with a job that it has pre-empted, and as it warns one of its time limit."""
@@ -58,6 +59,7 @@ def test_fsdp_on_two_nodes_resumes_after_a_requeue(slurm_of_two_nodes, data, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_runs_of_a_study_may_have_several_processes(slurm_of_two_nodes, data, tmp_path):
     single = (('["gpt+", "angpt"]', '["gpt+"]'), ('["a", "b"]', '["b"]'), ("[128, 256]", "[128]"))
     file = write_study(tmp_path / "s.toml", data, *single, ("[0.004, 0.016, 0.064]", "[0.016]"), ("cpus = 1", NODES))
