@@ -1,4 +1,6 @@
+import difflib
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,47 @@ def test_there_are_examples_of_both_uses():
     assert len(EXAMPLES) >= 2
 
 
-def test_the_map_names_every_module():
-    listed = set(re.findall(r"\w+\.py", README))
-    missing = {p.name for p in (ROOT / "angpt").rglob("*.py")} - listed - {"__init__.py", "__main__.py", "version.py"}
-    assert not missing
+def named(tree: str) -> list[str]:
+    """Folders and files of the package that the map names: at the beginning of a line, and modules in its text.
+
+    Two spaces of indentation are a level; a file belongs to the folder above it.
+    """
+    names: list[str] = []
+    folders: list[str] = []
+    for line in tree.splitlines():
+        text = line.strip()
+        depth = (len(line) - len(line.lstrip())) // 2
+        if depth == 0 and text and not text.startswith("angpt/"):
+            break  # what follows lies beside the package
+        del folders[depth:]
+        begins = list(takewhile(re.compile(r"[\w-]+(/|\.\w+)").fullmatch, text.split()))
+        if begins and begins[0].endswith("/"):
+            folders.append(begins[0])
+            names.append("".join(folders))
+            begins = begins[1:]
+        modules = re.findall(r"(?<![\w/.`-])\w+\.py\b", text)
+        names += ["".join(folders) + name for name in dict.fromkeys([*begins, *modules])]
+    return names
+
+
+def in_the_package() -> list[str]:
+    """Every folder of the package, and every module but those that Python itself asks for."""
+    modules = [path for path in (ROOT / "angpt").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    folders = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in (ROOT / "angpt").rglob("*.py")}
+    return sorted([*folders, *(path.relative_to(ROOT).as_posix() for path in modules)])
+
+
+def test_the_map_is_the_package():
+    """Every folder and module is named once, in its place, and everything that is named exists."""
+    tree = re.search(r"## Where things are\n.*?```\n(angpt/\n.*?)```", README, flags=re.DOTALL)[1]
+    found = named(tree)
+    listed = sorted(name for name in found if name.endswith(("/", ".py")))
+    diff = [line for line in difflib.ndiff(in_the_package(), listed) if line[0] in "+-"]
+    assert not diff, "\n".join(["- is missing in the map, + is no longer there", *diff])
+    assert [name for name in found if not (ROOT / name).exists()] == []
+
+
+def test_names_are_read_off_a_map():
+    tree = "angpt/\n  a.py  b.py  text\n  c/   of c.toml\n    d.py    text; e.py: `f.py`, x/g.py\n  h.py\ndocs/   i.py"
+    expected = ["angpt/", "angpt/a.py", "angpt/b.py", "angpt/c/", "angpt/c/d.py", "angpt/c/e.py", "angpt/h.py"]
+    assert named(tree) == expected
