@@ -15,7 +15,7 @@ class History:
     steps: tuple[int, ...]
     tokens: tuple[int, ...]
     values: dict[str, tuple[tuple[float, ...], ...]]
-    """By name: for each time a value per layer."""
+    """By name, for each time, a value per layer."""
     once: tuple[str, ...]
     """Names of those that the model has once."""
 
@@ -25,7 +25,7 @@ class History:
 
     @classmethod
     def read(cls, run: Run, kind: Literal["layers", "moments"]) -> Self:
-        """From metrics.jsonl; a record with a value that was not finite is left out."""
+        """The history in metrics.jsonl, without records that have a value that was not finite."""
         try:
             records = [record for record in run.records() if record["kind"] == kind]
             return cls.of(record for record in records if not _has_null(record))
