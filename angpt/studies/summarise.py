@@ -54,7 +54,7 @@ class Chosen:
 
 
 def run_result(job: Job, size: str = "") -> RunResult:
-    """What the folder of a run says, which need not exist yet."""
+    """The result of a run, whose folder need not exist yet."""
     plan, status = job.plan, state_of(job, running=False)
     summary = Run(job.folder).summary() if job.folder.exists() else None
     step = 0 if status == "waiting" else newest_values(job.folder).get("step", 0) if summary is None else summary.step
@@ -205,7 +205,7 @@ def _costs(members: Sequence[Chosen], baseline: str) -> list[Cost]:
 
 
 def _edge_notes(rows: Sequence[Row]) -> list[str]:
-    """Where a search ended at an edge, and so may have missed the best."""
+    """A note for each search that ended at an edge, and so may have missed the best."""
     words = {-1: "lowest", 1: "highest"}
     notes = []
     for row in rows:
