@@ -32,6 +32,11 @@ class Constrained(Protocol):
     def constraints(self) -> Mapping[str, Constraint]: ...
 
 
+def is_matrix(p: Tensor) -> bool:
+    """True for a weight matrix: what is constrained or decayed, and computed with in low precision."""
+    return p.ndim == 2
+
+
 def norms(weight: Tensor, dim: int) -> Tensor:
     """Lengths of the vectors along `dim`, which is kept with size 1."""
     return torch.linalg.vector_norm(weight, dim=dim, keepdim=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis, RunAnalysis
@@ -12,11 +11,11 @@ from angpt.analysis.history import History
 from angpt.analysis.norms import Norms
 from angpt.analysis.tables import number, span
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.layers import LayerHistory, depth_bar, dress_tokens, layer_lines, values_of
-from angpt.present.style import FURTHER, GROUPS, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.present.layers import LayerHistory, layer_axis, layer_panels, values_of
+from angpt.present.style import FURTHER, GROUPS, Look, band, fold_legend, looks, panels, plain_log_axis, reference
 from angpt.present.words import quantity
 
-DASHED: Any = (0, (3, 2))
+SHORT_DASHES: Any = (0, (3, 2))
 
 
 def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
@@ -38,15 +37,6 @@ def layer_histories(analysis: Analysis, part: str) -> list[LayerHistory]:
     return found
 
 
-def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
-    """Layers from 1; `out` stands for after the last."""
-    last = layers + out
-    ticks = sorted({1, last, *range(1, layers + 1, -(-layers // 8))})
-    ticks = [tick for tick in ticks if tick in (1, last) or last - tick >= last / 10]
-    ax.set_xticks(ticks, ["out" if out and tick == last else str(tick) for tick in ticks])
-    ax.set_xlabel("layer")
-
-
 def norms(analysis: Analysis) -> Chart | Absent:
     """The stream by depth, and what the blocks do to it."""
     title = "Norms by depth"
@@ -63,10 +53,10 @@ def norms(analysis: Analysis) -> Chart | Absent:
             places = range(1, run.layers + 2)
             means, stds = [s.mean or 0.0 for s in found.stream], [s.std or 0.0 for s in found.stream]
             low, high = zip(*((max(m - s, m / 10), m + s) for m, s in zip(means, stds, strict=True)), strict=True)
-            axes[0].fill_between(places, low, high, color=look.color, alpha=0.15, lw=0)
+            band(axes[0], places, low, high, look.color)
             axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)
             for ax, name in zip(axes[1:], ("maps", "relative_update"), strict=True):
-                for blocks, dash in ((found.attention, "-"), (found.mlp, DASHED)):
+                for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
                     values = [getattr(b, name) or float("nan") for b in blocks]
                     ax.plot(range(1, run.layers + 1), values, look.marker, ls=dash, color=look.color, lw=1.4, ms=4)
         axes[0].set(title="Residual stream", ylabel="length of h")
@@ -76,7 +66,7 @@ def norms(analysis: Analysis) -> Chart | Absent:
             plain_log_axis(ax)
             layer_axis(ax, depth, out=ax is axes[0])
         for ax in axes[1:]:
-            ax.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            reference(ax)
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -116,10 +106,10 @@ def gamma(analysis: Analysis) -> Chart | Absent:
         figure, axes = panels(2, narrow, columns=2, height=3.0)
         for run, found in runs:
             look, layers = style[run.label], range(1, run.layers + 1)
-            for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", DASHED, "MLP")):
+            for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", SHORT_DASHES, "MLP")):
                 axes[0].plot(layers, found.gamma[name], look.marker, ls=dash, color=look.color, ms=5,
                              label=f"{run.label}, {what}")  # fmt: skip
-            for blocks, dash in ((found.attention, "-"), (found.mlp, DASHED)):
+            for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
                 entering = [b.stream or float("nan") for b in blocks]
                 axes[1].plot(layers, entering, look.marker, ls=dash, color=look.color, ms=5)
         axes[0].set(title="Length of γ", ylabel="‖γ‖")
@@ -166,7 +156,7 @@ def bound(analysis: Analysis) -> Chart | Absent:
                 right.plot(layers, [r.mean for r in rows], "o-", **line)
             left.set(title=f"{run.label}: rows of length 1", ylabel="% of the rows", ylim=(0, 100))
             right.set(title=f"{run.label}: mean length", ylabel="mean length of the rows")
-            right.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            reference(right)
             for ax in (left, right):
                 layer_axis(ax, run.layers)
                 ax.set_xlim(-0.4, run.layers + 0.4)
@@ -187,7 +177,7 @@ def bound(analysis: Analysis) -> Chart | Absent:
 
 
 COLORS = dict(zip(ACTIVATIONS, (*FURTHER, "#159a40", "#a838e0"), strict=True))
-LINES = {"k": DASHED, "v": (0, (1, 1.5)), "z": DASHED, "lerp_m": DASHED}
+LINES = {"k": SHORT_DASHES, "v": (0, (1, 1.5)), "z": SHORT_DASHES, "lerp_m": SHORT_DASHES}
 
 
 def factors(analysis: Analysis) -> Chart | Absent:
@@ -210,7 +200,7 @@ def factors(analysis: Analysis) -> Chart | Absent:
                     legend = f"{SYMBOLS[name]}, {ACTIVATIONS[name]}"
                     left.plot(layers, [f.off or float("nan") for f in mine], "o", label=legend, **line)
                     right.plot(layers, [100 * (f.variation or 0) for f in mine], "o", **line)
-            left.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            reference(left)
             left.set(title=f"{run.label}: length after the factor", ylabel="ν · √E‖·‖²")
             plain_log_axis(left)
             right.set(title=f"{run.label}: spread of the length", ylabel="standard deviation / mean in %")
@@ -248,25 +238,19 @@ def learned(analysis: Analysis) -> Chart | Absent:
     title = "Size of α, and g, through training"
     names = {"alpha_a_size": "|α| of attention", "alpha_m_size": "|α| of MLP", "g": "g"}
     series = [
-        (run.label, name, values_of(run, name))
+        (run.label, name, *values_of(run, name))
         for name in names
         for run in layer_histories(analysis, "learned")
         if run.records and name in run.records[-1]
     ]
     if not series:
         return Absent(title, "No run here recorded a learned α or g.")
-    depth = max(values.shape[1] for _, _, (_, values) in series)
+    titled = [(f"{run}, {names[name]}", tokens, values) for run, name, tokens, values in series]
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, columns=3 if len(series) <= 3 else 4, height=2.5)
-        for ax, (run, name, (tokens, values)) in zip(axes, series, strict=True):
-            layer_lines(ax, tokens, values, depth)
-            ax.set_title(f"{run}, {names[name]}")
-        dress_tokens(axes, narrow=True)
-        depth_bar(figure, axes, depth, narrow)
-        return figure
+        return layer_panels(titled, narrow, columns=3 if len(series) <= 3 else 4, height=2.5, shared=False)
 
-    ends = [f"{run}, {names[name]}: {span(list(values[-1]))}" for run, name, (_, values) in series]
+    ends = [f"{title}: {span(list(values[-1]))}" for title, _, values in titled]
     return Chart(
         name="learned",
         title=title,
@@ -276,7 +260,7 @@ def learned(analysis: Analysis) -> Chart | Absent:
         columns=("run", "value", "tokens", "layer", "mean"),
         rows=tuple(
             (run, name, float(t), i + 1, float(v))
-            for run, name, (tokens, values) in series
+            for run, name, tokens, values in series
             for t, row in zip(tokens, values, strict=True)
             for i, v in enumerate(row)
         ),
@@ -298,7 +282,7 @@ def logit_scales(analysis: Analysis) -> Chart | Absent:
             look = style[run.label]
             bins = [b for b in s_z.bins if b.last > 0]
             x = [(b.first * b.last) ** 0.5 for b in bins]
-            axes[0].fill_between(x, [b.low for b in bins], [b.high for b in bins], color=look.color, alpha=0.13, lw=0)
+            band(axes[0], x, [b.low for b in bins], [b.high for b in bins], look.color)
             axes[0].plot(x, [b.mean for b in bins], look.marker + "-", color=look.color, ms=5, label=run.label)
             for b in s_z.bins:
                 if b.last == 0:  # those that do not occur: at the left, apart

@@ -2,32 +2,42 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from angpt.analysis import paper
-from angpt.analysis.analyse import Analysis, RunAnalysis
-from angpt.analysis.factors import ACTIVATIONS
+from angpt.analysis.analyse import Analysis
+from angpt.analysis.factors import ACTIVATIONS, FactorInTheWild
+from angpt.analysis.learned import Learned
+from angpt.analysis.moments import Moments
+from angpt.analysis.norms import Norms
+from angpt.analysis.robustness import Robustness
 from angpt.analysis.tables import number, percent, span
 from angpt.present.tables import Strong, Table
 from angpt.stats import correlation
 
 ORDER_ONE = 3.0
 """A length is of order 1 if it lies within this factor of it."""
+BLOCK_MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 
 
 @dataclass(frozen=True)
 class Claim:
+    """A statement of the paper and what was measured."""
+
     paper: str
     here: str
     holds: bool
-    """By the criterion that stands in the text."""
+    """True by the criterion that the text states."""
 
 
 def claims(analysis: Analysis) -> list[Claim]:
-    """Those that there are runs for."""
-    makers: tuple[Callable[[Analysis], Claim | None], ...] = (
-        depth, order_one, sphere, ratios, gamma, rows, alpha, errors, early, warmup, shift,
-    )  # fmt: skip
-    return [claim for make in makers if (claim := make(analysis)) is not None]
+    """The claims for which there are runs."""
+    found = []
+    for judge, part, architectures in CLAIMS:
+        measured = [measured_of(analysis, name, part) for name in architectures]
+        if None not in measured and (claim := judge(*measured)) is not None:
+            found.append(claim)
+    return found
 
 
 def claims_table(found: Sequence[Claim], title: str = "") -> Table:
@@ -35,17 +45,23 @@ def claims_table(found: Sequence[Claim], title: str = "") -> Table:
     return Table(("the paper", "here", "holds"), rows, title, prose=True)
 
 
-def run_of(analysis: Analysis, architecture: str, needs: str) -> RunAnalysis | None:
-    """The first run of an architecture that has been measured so; GPT+ with its warm-up, where there are both."""
-    found = [run for run in analysis.runs if run.architecture == architecture and getattr(run, needs)]
-    return min(found, key=lambda run: "without" in run.label, default=None)
+def measured_of(analysis: Analysis, name: str, part: str) -> Any:
+    """What was measured of the first run of an architecture, one with warm-up where there are both; None without one.
+
+    The name `gpt+ without warm-up` takes those without alone.
+    """
+    architecture, _, without = name.partition(" ")
+    found = [run for run in analysis.runs if run.architecture == architecture and getattr(run, part)]
+    found = [run for run in found if not without or without in run.label]
+    return getattr(min(found, key=lambda run: "without" in run.label), part) if found else None
 
 
-def depth(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "gpt+", "norms")
-    if run is None or run.norms is None:
-        return None
-    means = [s.mean or 0.0 for s in run.norms.stream]
+def stream_means(norms: Norms) -> list[float]:
+    return [s.mean or 0.0 for s in norms.stream]
+
+
+def depth(gpt: Norms) -> Claim:
+    means = stream_means(gpt)
     growth = means[-1] / means[0] if means[0] else 0.0
     return Claim(
         "The residual norm of GPT+ grows with depth (holds if it at least doubles).",
@@ -54,11 +70,8 @@ def depth(analysis: Analysis) -> Claim | None:
     )
 
 
-def order_one(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "angpt", "norms")
-    if run is None or run.norms is None:
-        return None
-    means = [s.mean or 0.0 for s in run.norms.stream]
+def order_one(angpt: Norms) -> Claim:
+    means = stream_means(angpt)
     return Claim(
         f"That of anGPT stays of order 1 (within a factor of {ORDER_ONE:g}; the paper's mean is 2.48).",
         f"{span(means)} over the layers.",
@@ -66,11 +79,8 @@ def order_one(analysis: Analysis) -> Claim | None:
     )
 
 
-def sphere(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "ngpt", "norms")
-    if run is None or run.norms is None:
-        return None
-    means = [s.mean or 0.0 for s in run.norms.stream]
+def sphere(ngpt: Norms) -> Claim:
+    means = stream_means(ngpt)
     return Claim(
         "nGPT eliminates the growth altogether (length 1 to 1 %).",
         f"{span(means)} over the layers.",
@@ -78,14 +88,8 @@ def sphere(analysis: Analysis) -> Claim | None:
     )
 
 
-def ratios(analysis: Analysis) -> Claim | None:
-    one, two = run_of(analysis, "angpt", "norms"), run_of(analysis, "gpt+", "norms")
-    if one is None or two is None:
-        return None
-    spreads = []
-    for run in (one, two):
-        assert run.norms
-        spreads.append([b.maps for b in (*run.norms.attention, *run.norms.mlp) if b.maps])
+def ratios(angpt: Norms, gpt: Norms) -> Claim:
+    spreads = [[b.maps for b in (*norms.attention, *norms.mlp) if b.maps] for norms in (angpt, gpt)]
     wide = [max(s) / min(s) if s else 0.0 for s in spreads]
     names = ("angpt", "gpt+")
     low = {name: min(v[name] for v in paper.RATIOS.values()) for name in names}
@@ -99,11 +103,10 @@ def ratios(analysis: Analysis) -> Claim | None:
     )
 
 
-def gamma(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "gpt+", "norms")
-    if run is None or run.norms is None or "norm_a" not in run.norms.gamma or run.layers < 3:
+def gamma(gpt: Norms) -> Claim | None:
+    if "norm_a" not in gpt.gamma or len(gpt.attention) < 3:
         return None
-    found = correlation(run.norms.gamma["norm_a"], [s.mean or 0.0 for s in run.norms.stream[:-1]])
+    found = correlation(gpt.gamma["norm_a"], stream_means(gpt)[:-1])
     return Claim(
         "γ of GPT+ grows with the norm of the stream, slightly (correlation over layers above 0).",
         f"γ_a: correlation {number(found, 2)}.",
@@ -111,11 +114,8 @@ def gamma(analysis: Analysis) -> Claim | None:
     )
 
 
-def rows(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "angpt", "norms")
-    if run is None or run.norms is None:
-        return None
-    means = [r.mean for r in run.norms.rows]
+def rows(angpt: Norms) -> Claim:
+    means = [r.mean for r in angpt.rows]
     return Claim(
         "Despite the bound, rows of anGPT's weights stay close to length 1 (means above 0.9).",
         f"Means over rows {span(list(means))}.",
@@ -123,12 +123,11 @@ def rows(analysis: Analysis) -> Claim | None:
     )
 
 
-def alpha(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "angpt", "learned")
-    if run is None or run.learned is None or not run.learned.alpha:
+def alpha(angpt: Learned) -> Claim | None:
+    if not angpt.alpha:
         return None
-    spreads = [s for found in run.learned.alpha.values() for s in found]
-    start = run.learned.alpha_start or 0.0
+    spreads = [s for found in angpt.alpha.values() for s in found]
+    start = angpt.alpha_start or 0.0
     low, high = paper.ALPHA
     return Claim(
         f"α rises from 0.05 to between {low} and {high} (holds if |α| exceeds its start in every layer).",
@@ -137,12 +136,9 @@ def alpha(analysis: Analysis) -> Claim | None:
     )
 
 
-def errors(analysis: Analysis) -> Claim | None:
-    run = run_of(analysis, "angpt", "factors")
-    if run is None or run.factors is None:
-        return None
-    worst = max((f for f in run.factors if f.error is not None), key=lambda f: f.error or 0.0, default=None)
-    off = [f.off for f in run.factors if f.off is not None and f.activation.startswith("lerp")]
+def errors(angpt: Sequence[FactorInTheWild]) -> Claim | None:
+    worst = max((f for f in angpt if f.error is not None), key=lambda f: f.error or 0.0, default=None)
+    off = [f.off for f in angpt if f.off is not None and f.activation.startswith("lerp")]
     if worst is None:
         return None
     where = f"{ACTIVATIONS[worst.activation]}, layer {worst.layer}"
@@ -153,11 +149,8 @@ def errors(analysis: Analysis) -> Claim | None:
     )
 
 
-def early(analysis: Analysis) -> Claim | None:
-    one, two = run_of(analysis, "angpt", "moments"), run_of(analysis, "gpt+", "moments")
-    if one is None or two is None:
-        return None
-    mine, theirs = early_part(one), early_part(two)
+def early(angpt: Moments, gpt: Moments) -> Claim:
+    mine, theirs = (_mean([g.early for g in m.groups if g.group in BLOCK_MATRICES]) for m in (angpt, gpt))
     return Claim(
         "Adam's first moment is calm at the start in anGPT, while GPT+ spikes despite warm-up (holds if less of the "
         "variance falls on the first tenth of training, mean over the block matrices).",
@@ -166,13 +159,10 @@ def early(analysis: Analysis) -> Claim | None:
     )
 
 
-def warmup(analysis: Analysis) -> Claim | None:
-    found = [run for run in analysis.runs if run.architecture == "gpt+" and run.moments]
-    with_it = next((run for run in found if run.moments and run.moments.warmup > 0), None)
-    without = next((run for run in found if run.moments and run.moments.warmup == 0), None)
-    if with_it is None or without is None:
+def warmup(gpt: Moments, without: Moments) -> Claim | None:
+    if gpt is without:
         return None
-    mine, theirs = peak(without), peak(with_it)
+    mine, theirs = (_mean([g.peak for g in m.groups if g.group in BLOCK_MATRICES]) for m in (without, gpt))
     return Claim(
         "Without warm-up the peaks of GPT+ are stronger (highest relative variance, mean over the block matrices).",
         f"{number(mine)} times the mean over training without, {number(theirs)} with.",
@@ -180,33 +170,33 @@ def warmup(analysis: Analysis) -> Claim | None:
     )
 
 
-def shift(analysis: Analysis) -> Claim | None:
-    runs = [run_of(analysis, name, "robustness") for name in ("gpt+", "angpt")]
-    changes = []
-    for run in runs:
-        if run is None or run.robustness is None:
-            return None
-        changes.append(next((s.change for s in run.robustness.shifts if s.name == "same token"), None))
-    if changes[0] is None or changes[1] is None:
+def shift(gpt: Robustness, angpt: Robustness) -> Claim | None:
+    theirs, mine = (next((s.change for s in r.shifts if s.name == "same token"), None) for r in (gpt, angpt))
+    if theirs is None or mine is None:
         return None
     return Claim(
         "On one token repeated, the residual norm changes 3.4-fold in GPT+ and 1.5-fold in anGPT (holds if less in "
         "anGPT).",
-        f"{number(changes[0])}-fold and {number(changes[1])}-fold.",
-        changes[1] < changes[0],
+        f"{number(theirs)}-fold and {number(mine)}-fold.",
+        mine < theirs,
     )
 
 
-BLOCK_MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
-def early_part(run: RunAnalysis) -> float:
-    assert run.moments
-    found = [g.early for g in run.moments.groups if g.group in BLOCK_MATRICES]
-    return sum(found) / len(found)
-
-
-def peak(run: RunAnalysis) -> float:
-    assert run.moments
-    found = [g.peak for g in run.moments.groups if g.group in BLOCK_MATRICES]
-    return sum(found) / len(found)
+CLAIMS: tuple[tuple[Callable[..., Claim | None], str, tuple[str, ...]], ...] = (
+    (depth, "norms", ("gpt+",)),
+    (order_one, "norms", ("angpt",)),
+    (sphere, "norms", ("ngpt",)),
+    (ratios, "norms", ("angpt", "gpt+")),
+    (gamma, "norms", ("gpt+",)),
+    (rows, "norms", ("angpt",)),
+    (alpha, "learned", ("angpt",)),
+    (errors, "factors", ("angpt",)),
+    (early, "moments", ("angpt", "gpt+")),
+    (warmup, "moments", ("gpt+", "gpt+ without warm-up")),
+    (shift, "robustness", ("gpt+", "angpt")),
+)
+"""What judges a claim, and what it takes: a part of the analysis, of these architectures."""

@@ -138,25 +138,25 @@ def factor_tables(cfg: ModelConfig, draws: int, seed: int) -> list[Table]:
 
 def draw_concentration(path: Path, seed: int) -> None:
     """Spread of ‖W x‖ · ν around 1 as the dimension grows, for a square map and for the interpolation."""
-    from matplotlib.figure import Figure
+    from angpt.present.style import DEPTH, FURTHER, INK, label_axis, panels, styled
 
     rng = torch.Generator().manual_seed(seed)
     dimensions = [2**k for k in range(2, 13)]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    density, spread = figure.subplots(1, 2)
-    for d, shade in zip((16, 64, 256, 1024), (0.25, 0.5, 0.75, 1.0), strict=True):
-        lengths = torch.cat([linear_sample(d, d, 512, rng)().norm(dim=-1) for _ in range(16)])
-        density.hist(
-            lengths.numpy(), bins=60, density=True, histtype="step", color=(0.1, 0.4, 0.7, shade), label=f"d = {d:,}"
-        )
-    density.set(xlabel="‖W x‖ · ν", ylabel="density", title="Length after a linear map, unit rows and input")
-    density.legend(frameon=False)
-    linear = [estimate(linear_sample(d, d, 256, rng), 8).variation for d in dimensions]
-    lerp = [estimate(lerp_sample(d, 0.5, 256, rng), 8).variation for d in dimensions]
-    spread.loglog(dimensions, linear, "o-", color="#1a66b3", label="linear map W x")
-    spread.loglog(dimensions, lerp, "s-", color="#d1750c", label="interpolation, α = 0.5")
-    spread.loglog(dimensions, [1 / math.sqrt(2 * d) for d in dimensions], "k:", label="1/√(2d)")
-    spread.set(xlabel="dimension d", ylabel="std/mean of the length", title="The length concentrates like 1/√d")
-    spread.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    with styled():
+        figure, (density, spread) = panels(2, narrow=False, columns=2, height=3.6)
+        for d, shade in zip((16, 64, 256, 1024), (0.0, 0.33, 0.67, 1.0), strict=True):
+            lengths = torch.cat([linear_sample(d, d, 512, rng)().norm(dim=-1) for _ in range(16)])
+            density.hist(lengths.numpy(), 60, density=True, histtype="step", color=DEPTH(shade), label=f"d = {d:,}")
+        density.set(xlabel="‖W x‖ · ν", ylabel="density", title="Length after a linear map, unit rows and input")
+        linear = [estimate(linear_sample(d, d, 256, rng), 8).variation for d in dimensions]
+        lerp = [estimate(lerp_sample(d, 0.5, 256, rng), 8).variation for d in dimensions]
+        spread.loglog(dimensions, linear, "o-", color=FURTHER[0], label="linear map W x")
+        spread.loglog(dimensions, lerp, "s-", color=FURTHER[1], label="interpolation, α = 0.5")
+        spread.loglog(dimensions, [1 / math.sqrt(2 * d) for d in dimensions], ":", color=INK, label="1/√(2d)")
+        spread.set(xlabel="dimension d", ylabel="std/mean of the length", title="The length concentrates like 1/√d")
+        label_axis(spread.xaxis, "{:,.0f}".format, dimensions[::2])
+        label_axis(spread.yaxis, "{:g}".format, (0.01, 0.02, 0.05, 0.1, 0.2, 0.4))
+        for ax in (density, spread):
+            ax.legend()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)

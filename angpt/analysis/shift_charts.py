@@ -10,7 +10,7 @@ from angpt.analysis.charts import looks_of
 from angpt.analysis.tables import number, percent
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import depth_bar, layer_lines
-from angpt.present.style import INK, fold_legend, outer_labels, panels, plain_log_axis
+from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
 
 MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 
@@ -30,7 +30,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
             layer_lines(ax, np.array(m.steps) / m.total_steps, m.total_steps * np.array(g.relative), depth)
             if m.warmup > 0:
                 ax.axvline(m.warmup, color=INK, lw=0.8, ls=(0, (1, 1.5)))
-            ax.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            reference(ax)
             ax.set(xlabel="part of training", ylabel="relative variance", xlim=(0, 1))
             ax.set_title(f"{run.label}, {g.group}", fontsize=8)
         outer_labels(axes, narrow)
@@ -84,7 +84,7 @@ def robustness(analysis: Analysis) -> Chart | Absent:
             for ax, values in zip(axes, (relative, extreme, [s.loss or nothing for s in found.shifts]), strict=True):
                 ax.plot(values, y, look.marker, color=look.color, ms=6, label=run.label)
         for ax in axes[:2]:
-            ax.axvline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+            reference(ax, vertical=True)
             ax.set_xlim(left=0)
         axes[0].set(title="Residual norm", xlabel="mean over that on text")
         axes[1].set(title="Where it changes most", xlabel="layer's mean over that on text")
@@ -130,7 +130,7 @@ def attention(analysis: Analysis) -> Chart | Absent:
             r = np.array([(b.first * b.last) ** 0.5 for b in found[0].bins])
             values = [[b.norm if b.norm is not None else float("nan") for b in layer.bins] for layer in found]
             layer_lines(ax, r, np.array(values).T, depth)
-            ax.plot(r, r**-0.5, color=INK, lw=1, ls=(0, (4, 3)))
+            ax.plot(r, r**-0.5, color=INK, lw=1, ls=DASHED)
             ax.set(title=run.label, xlabel="row r", ylabel="‖a_r‖")
             plain_log_axis(ax, "x")
         plain_log_axis(axes[0])

@@ -148,7 +148,7 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
     from matplotlib.figure import Figure
 
     from angpt.present.charts import Chart
-    from angpt.present.style import INK, KNOWN, fold_legend, panels, plain_log_axis
+    from angpt.present.style import DASHED, INK, KNOWN, fold_legend, panels, plain_log_axis
 
     growth = residual_growth(layers, d, samples)
     depth = np.arange(1, layers + 1)
@@ -156,7 +156,7 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
     def draw(narrow: bool) -> Figure:
         figure, (ax,) = panels(1, narrow, height=3.3)
         ax.plot(depth, growth.summed, color=KNOWN["gpt+"], lw=3, label="h + x")
-        ax.plot(depth, np.sqrt(depth), color=INK, lw=1, ls=(0, (4, 3)), label="√L")
+        ax.plot(depth, np.sqrt(depth), color=INK, lw=1, ls=DASHED, label="√L")
         ax.plot(depth, growth.interpolated, color=KNOWN["ngpt"], lw=1.8, label=f"h + α (x − h), α = {ALPHA:g}")
         ax.plot(depth, growth.normalized, color=KNOWN["angpt"], lw=1.8, label="the same · ν(α)")
         ax.set(xlabel="layers L", ylabel="mean length of h", xlim=(1, layers))

@@ -54,7 +54,7 @@ class Result:
     """How many times faster a step is than that."""
 
 
-class Subject:
+class DecodingModel:
     """A folded model that has read its prompts, and decodes the same tokens again in every turn."""
 
     def __init__(self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int) -> None:
@@ -131,7 +131,7 @@ def bench_decode(
         raise UserError(
             f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {config.context:,}"
         )
-    subjects: dict[tuple[str, Step], Subject] = {}
+    subjects: dict[tuple[str, Step], DecodingModel] = {}
     references: dict[str, Reference] = {}
     for name in architectures:
         progress(f"{name}: building and folding")
@@ -142,7 +142,7 @@ def bench_decode(
             references[name] = Reference(model, batch, prompt, device, dtype)
         for step in steps:
             progress(f"{name}: first tokens, {step}")
-            subjects[name, step] = Subject(folded, batch, step, prompt, new_tokens)
+            subjects[name, step] = DecodingModel(folded, batch, step, prompt, new_tokens)
     turns: dict[Any, Callable[[], None]] = {}
     for key, subject in subjects.items():
         turns["decode", *key] = subject.decode

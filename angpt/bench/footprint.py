@@ -21,7 +21,7 @@ the attention's output, the two that go into each residual update, u and z, and 
 
 
 @dataclass(frozen=True)
-class Counts:
+class MatrixCounts:
     """What the size of a model means for memory and messages."""
 
     blocks: int
@@ -37,17 +37,17 @@ class Counts:
 
 
 @cache
-def count(cfg: ModelConfig) -> Counts:
+def matrix_counts(cfg: ModelConfig) -> MatrixCounts:
     with torch.device("meta"):
         model = build(cfg)
     sizes = {name: p.numel() for name, p in model.matrices().items()}
     blocks = sum(n for name, n in sizes.items() if name.startswith("blocks."))
-    return Counts(blocks, sum(sizes.values()) - blocks, model.flops_per_token(), model.parameter_count())
+    return MatrixCounts(blocks, sum(sizes.values()) - blocks, model.flops_per_token(), model.parameter_count())
 
 
 def state_bytes(cfg: ModelConfig, strategy: Strategy | None, shards: int = 1) -> float:
     """Of a GPU in one pass a step, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
-    n = count(cfg)
+    n = matrix_counts(cfg)
     if strategy != "fsdp":  # a copy in bf16, and its gradient
         return n.matrices * (FP32 + MOMENTS + BF16 + BF16)
     held = n.matrices * (FP32 + MOMENTS + FP32) / shards
@@ -98,7 +98,7 @@ def traffic(cfg: ModelConfig, strategy: Strategy, ranks: int, machine: Machine, 
     """To sum n bytes over k ranks in rings each sends 2 n (k − 1)/k; to gather them, or to scatter sums, half of that.
     Rings pass through all GPUs of a machine before they leave it, each by another adapter: a GPU's adapter sends its
     part of that. A sum finds its way through a tree of machines; gathering goes around the ring."""
-    n = count(cfg)
+    n = matrix_counts(cfg)
     inner, machines = min(ranks, machine.gpus), max(1, ranks // machine.gpus)
     tree = 2 * machines.bit_length() * machine.hop_between if machines > 1 else 0.0
     if strategy == "ddp":
@@ -128,14 +128,14 @@ def memory_table(context: int = 2048) -> str:
         cfg = ModelConfig.size(size, context=context)
         cells = [state_bytes(cfg, "ddp"), *(state_bytes(cfg, "fsdp", shards) for shards in (4, 8, 64))]
         cells += [activation_bytes(cfg, context), activation_bytes(cfg, context, recompute=True)]
-        rows.append([size, f"{count(cfg).parameters / 1e6:,.0f}M", *(f"{c / 2**30:.2f}" for c in cells)])
+        rows.append([size, f"{matrix_counts(cfg).parameters / 1e6:,.0f}M", *(f"{c / 2**30:.2f}" for c in cells)])
     return Table(head, rows).markdown() + "\n"
 
 
 def traffic_table(size: str = "1B", context: int = 2048) -> str:
     """A step of the batch that the rules give, on more and more GPUs."""
     cfg, machine = ModelConfig.size(size, context=context), Machine()
-    n = count(cfg)
+    n = matrix_counts(cfg)
     sequences = rule_for(cfg.architecture).batch_at(n.parameters, context) // context
     head = ["GPUs", "sequences each", "compute", "ddp", "fsdp, all", f"fsdp, {machine.gpus} each", "limit"]
     rows = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from angpt.bench.measure import between, in_turns, median, ratio
-from angpt.bench.train import Subject, record_alike
+from angpt.bench.train import TrainingModel, record_alike
 from angpt.config import ModelConfig
 from angpt.present.tables import Table
 from angpt.stats import Interval
@@ -29,7 +29,7 @@ def bench_moments(
     """Steps and records in turns, for each model alone."""
     results = []
     for config in configs:
-        subject = Subject(config, rows, device, dtype, compiled)
+        subject = TrainingModel(config, rows, device, dtype, compiled)
         record_alike([subject])
         recorder = MomentRecorder(subject.engine.optimizer, subject.engine.model.matrices(), CLOSEST)
 

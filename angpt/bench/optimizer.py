@@ -8,7 +8,7 @@ import torch
 
 from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.config import ModelConfig, OptimizerConfig
-from angpt.constraints import constrain
+from angpt.constraints import constrain, is_matrix
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
 from angpt.present.tables import Table
@@ -36,7 +36,7 @@ def floor_bytes(model: Decoder, low_precision: bool) -> int:
     matrices are computed with in bf16, their gradient in 2 bytes and their copy written."""
     total = 0
     for p in model.parameters():
-        gradient, copied = (2, 2) if low_precision and p.ndim == 2 else (4, 0)
+        gradient, copied = (2, 2) if low_precision and is_matrix(p) else (4, 0)
         total += p.numel() * (2 * gradient + 3 * 8 + copied)
     return total
 
@@ -61,7 +61,7 @@ def bench_optimizer(
             holders: list[torch.Tensor] = holders, gradients: list[torch.Tensor] = gradients, engine: Engine = engine
         ) -> None:
             for p, g in zip(holders, gradients, strict=True):
-                p.grad = g if p.ndim == 2 else g.clone()  # a step scales those of vectors in place
+                p.grad = g if is_matrix(p) else g.clone()  # a step scales those of vectors in place
             engine.step(1, LR)
 
         def theirs(model: Decoder = model, fused: torch.optim.Optimizer = fused) -> None:

@@ -88,7 +88,7 @@ class Result:
     """Milliseconds per step of all kernels, by `GROUPS`."""
 
 
-class Subject:
+class TrainingModel:
     """A model in training, on random tokens that are as frequent as words, and not the same in each step: what a GPU at
     its power limit multiplies has an influence on how fast it does so."""
 
@@ -184,7 +184,7 @@ class Subject:
         return sorted(rows, key=lambda row: -row[2])
 
 
-def record_alike(subjects: Sequence[Subject]) -> None:
+def record_alike(subjects: Sequence[TrainingModel]) -> None:
     """A CUDA graph for each where `angpt train` would make one for any of them: near the border they would differ."""
     if any(subject.engine.held_up(subject.batch) for subject in subjects):
         for subject in subjects:
@@ -214,11 +214,11 @@ def bench_train(
 ) -> list[Result]:
     """All architectures in one case; the first of them is what the others are compared with."""
     torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
-    subjects: dict[str, Subject] = {}
+    subjects: dict[str, TrainingModel] = {}
     for name in architectures:
         progress(f"{name}: building, compiling, first step")
         config = ModelConfig.size(case.size, architecture=name, context=context)
-        subjects[name] = Subject(config, case.rows, device, dtype, compiled)
+        subjects[name] = TrainingModel(config, case.rows, device, dtype, compiled)
     record_alike([*subjects.values()])
     progress(f"{warmup} steps to warm up")
     in_turns({name: s.step for name, s in subjects.items()}, device, rounds=1, calls=warmup)

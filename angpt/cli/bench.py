@@ -54,15 +54,14 @@ def train(
     from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth, peak_flops
 
-    where, dtype = _device(device), _dtype(precision, device)
-    if warmup is None:
-        warmup = 40 if where.type == "cuda" else 3
-    positive(warmup=warmup, rounds=rounds, steps=steps, context=context)
+    positive(warmup=1 if warmup is None else warmup, rounds=rounds, steps=steps, context=context)
     for name in architectures:
         architecture(name)
     chosen = [Case.parse(text) for text in cases]
-    console = Console()
-    console.print(_machine(device), highlight=False)
+    console, where = _start(device)
+    dtype = _dtype(precision, where)
+    if warmup is None:
+        warmup = 40 if where.type == "cuda" else 3
     console.print(
         f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
         f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
@@ -108,11 +107,9 @@ def optimizer(
     from angpt.bench.optimizer import bench_optimizer, table
 
     positive(rounds=rounds)
-    where = _device(device)
-    console = Console()
-    console.print(_machine(device), highlight=False)
+    console, where = _start(device)
     with console.status("measuring"):
-        results = bench_optimizer(size, architectures, where, _dtype(precision, device), rounds)
+        results = bench_optimizer(size, architectures, where, _dtype(precision, where), rounds)
     show(console, table(results))
     write_json(out, where, results)
 
@@ -143,13 +140,12 @@ def moments(
     from angpt.config import ModelConfig
 
     positive(rounds=rounds, context=context)
-    chosen, where = Case.parse(case), _device(device)
+    chosen = Case.parse(case)
     configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
-    console = Console()
-    console.print(_machine(device), highlight=False)
+    console, where = _start(device)
     with console.status("measuring"):
         compiled = where.type == "cuda"
-        results = bench_moments(configs, chosen.rows, where, _dtype(precision, device), compiled, rounds)
+        results = bench_moments(configs, chosen.rows, where, _dtype(precision, where), compiled, rounds)
     show(console, table(results))
     write_json(out, where, results)
 
@@ -176,9 +172,7 @@ def data(
     from angpt.bench.measure import positive, write_json
 
     positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
-    where = _device(device)
-    console = Console()
-    console.print(_machine(device), highlight=False)
+    console, where = _start(device)
     with console.status("measuring"):
         results = bench_data(path, context, sequences, where, rounds)
     show(console, table(results))
@@ -228,10 +222,9 @@ def decode(
         raise UserError(f"--tokens {tokens}: at least 2 are needed, since the first comes with the prompt")
     for name in architectures:
         architecture(name)
-    where, dtype = _device(device), _dtype(precision, device)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console = Console()
-    console.print(_machine(device), highlight=False)
+    console, where = _start(device)
+    dtype = _dtype(precision, where)
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
     if transformers and not reference:
         console.print("transformers is not installed: no reference", highlight=False)
@@ -247,21 +240,19 @@ def decode(
         write_json(out, where, results)
 
 
-def _device(name: Device) -> "torch.device":
+def _start(device: Device) -> tuple[Console, "torch.device"]:
+    """The console, which says what machine this is, and the device to measure on."""
     from angpt.training.hardware import choose_device, present
-
-    return present(choose_device(name))
-
-
-def _dtype(precision: Precision, device: Device) -> "torch.dtype":
-    import torch
-
-    low = precision == "bf16" or (precision == "auto" and _device(device).type == "cuda")
-    return torch.bfloat16 if low else torch.float32
-
-
-def _machine(device: Device) -> str:
     from angpt.training.run import environment
 
-    found = environment(_device(device))
-    return f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}"
+    where, console = present(choose_device(device)), Console()
+    found = environment(where)
+    console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)
+    return console, where
+
+
+def _dtype(precision: Precision, device: "torch.device") -> "torch.dtype":
+    import torch
+
+    low = precision == "bf16" or (precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if low else torch.float32

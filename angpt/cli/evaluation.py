@@ -67,10 +67,10 @@ def evaluate(
     from rich.console import Console
 
     from angpt.evaluation.evaluate import (
+        Display,
         Evaluator,
         Harness,
         How,
-        Watch,
         evaluate_tasks,
         one_tokenizer,
         read_requests,
@@ -84,10 +84,10 @@ def evaluate(
     prepared, benchmarks = sort_data(data)
     chosen = choose(tasks or (PAPER if benchmarks or write_requests else ()))
     console = Console()
-    watch = Watch(console)
+    display = Display(console)
     how = How.choose(device, precision, batch_tokens, limit)
     subjects = [open_subject(path) for path in models]
-    harness = Harness(benchmarks, limit, watch)
+    harness = Harness(benchmarks, limit, display)
     if write_requests is not None:
         write(write_requests, chosen, harness, one_tokenizer(subjects, tokenizer))
         return
@@ -97,7 +97,7 @@ def evaluate(
         evaluate_parts(min(gpus(how.device), len(subjects)))
     results = []
     for subject in subjects if part is None else part:
-        evaluator = Evaluator(subject, how, watch)
+        evaluator = Evaluator(subject, how, display)
         folders = prepared
         if not folders and not chosen and files is None:
             if subject.data is None:
@@ -114,7 +114,7 @@ def evaluate(
     if part is not None:
         return
     if files is not None:
-        watch.note("scored; where lm-eval is, the same command with --data or --tasks in place of --requests goes on")
+        display.note("scored; where lm-eval is, the same command with --data or --tasks in place of --requests goes on")
     if any(r.losses or r.tasks for r in results):
         show(results, console)
 

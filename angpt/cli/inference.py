@@ -10,6 +10,7 @@ from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
+from angpt.inference.sampling import Sampling
 from angpt.present.tables import show
 
 if TYPE_CHECKING:
@@ -79,11 +80,7 @@ def generate_command(
     model: Annotated[Path, tyro.conf.Positional],
     prompts: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(),  # noqa: B008
     stop: tuple[str, ...] = (),
     seed: int = 0,
     sliding: bool = False,
@@ -97,11 +94,7 @@ def generate_command(
         model: A run folder, a folded model or an export.
         prompts: Texts to go on with, all at once where there are several; the beginning of a document unless given.
         tokens: At most this many new tokens; 200, or as many as fit the model's context, unless given.
-        temperature: Logits are divided by this; 0 takes the likeliest token.
-        top_k: Only the k likeliest tokens.
-        top_p: Only the likeliest tokens that together have this probability.
-        min_p: Only tokens with at least this part of the probability of the likeliest.
-        repetition_penalty: Makes tokens that have occurred less likely where it is over 1.
+        sampling: How the next token is chosen. The filters apply in this order.
         stop: End where one of these strings is written.
         seed: Of the first prompt; each further one has the next.
         sliding: Go beyond the model's context, each token seeing as many before it as fit.
@@ -111,10 +104,8 @@ def generate_command(
             minute before the first token, then faster than plain). auto: kernels where they apply, else plain.
     """
     from angpt.inference.generate import encode, generate_text
-    from angpt.inference.sampling import Sampling
     from angpt.inference.source import end_token, open_source
 
-    how = Sampling(repetition_penalty, temperature, top_k, top_p, min_p)
     source = open_source(model)
     tokenizer = source.tokenizer()
     end = end_token(tokenizer)
@@ -136,7 +127,7 @@ def generate_command(
         begun = True
 
     made = generate_text(
-        folded, tokenizer, texts, tokens, how, seed=seed, end=end, stop=stop, sliding=sliding, step=step,
+        folded, tokenizer, texts, tokens, sampling, seed=seed, end=end, stop=stop, sliding=sliding, step=step,
         emit=write if alone else None,
     )  # fmt: skip
     if alone:

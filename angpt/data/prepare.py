@@ -33,7 +33,7 @@ from angpt.data.shards import (
     check_size,
 )
 from angpt.data.sources import Piece, open_source, with_splits
-from angpt.data.tokenizers import end_of_text, fingerprint, load_tokenizer, vocab_size
+from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
 from angpt.system import available_cores, write_atomically
 
@@ -96,7 +96,7 @@ def prepare(
     index = Index(
         format=FORMAT,
         dtype=dtype_name(vocabulary),
-        eot=end_of_text(vocabulary),
+        eot=end_of_text_id(vocabulary),
         vocab_size=vocab_size(vocabulary),
         recipe=recipe,
         train=Split.of(journal.shards["train"]),
@@ -187,7 +187,7 @@ def write_shards(
     for shard in (shard for split in SPLITS for shard in journal.shards[split]):
         check_size(out / shard.file, shard.tokens * dtype.itemsize)
     finished = {split: sum(shard.documents for shard in journal.shards[split]) for split in SPLITS}
-    task = partial(encode, tokenizer, end_of_text(tokenizer), dtype)
+    task = partial(encode, tokenizer, end_of_text_id(tokenizer), dtype)
     results = encoded(chunks(documents, finished, shard_bytes), task, workers)
     try:
         with Output(out, journal) as output, Meter(console) as meter, closing(results):

@@ -32,7 +32,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def end_of_text(tokenizer: Tokenizer) -> int:
+def end_of_text_id(tokenizer: Tokenizer) -> int:
     """The id of the token that ends a document."""
     for name in END_NAMES:
         if (token := tokenizer.token_to_id(name)) is not None:

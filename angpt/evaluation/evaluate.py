@@ -84,7 +84,7 @@ class How:
         return self.any_precision or precision == self.precision
 
 
-class Watch:
+class Display:
     """What a person sees of it: lines, and a bar in a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -104,21 +104,21 @@ class Watch:
 class Evaluator:
     """One model and its folder."""
 
-    def __init__(self, subject: Subject, how: How, watch: Watch) -> None:
-        self.subject, self.how, self.watch = subject, how, watch
+    def __init__(self, subject: Subject, how: How, display: Display) -> None:
+        self.subject, self.how, self.display = subject, how, display
         before = read_results(subject.path)
         if before is not None and before.model.weights != subject.model.weights:
-            watch.note(f"{subject.path}: results of older weights ({before.model.weights[:16]}) are replaced")
+            display.note(f"{subject.path}: results of older weights ({before.model.weights[:16]}) are replaced")
             for path in (subject.path / FOLDER / SCORES).glob("*.safetensors"):
                 path.unlink()
             before = None
         self.results = before or Results(subject.model)
         m = subject.model
-        watch.note(f"{subject.path}: weights {m.weights[:16]}, context {m.context:,}, vocabulary {m.vocab_size:,}")
+        display.note(f"{subject.path}: weights {m.weights[:16]}, context {m.context:,}, vocabulary {m.vocab_size:,}")
 
     @cached_property
     def model(self) -> Model:
-        with self.watch.bar(f"loading {self.subject.path}"):
+        with self.display.bar(f"loading {self.subject.path}"):
             return self.subject.load(self.how.device, self.how.dtype)
 
     def save(self, change: Callable[[Results], Results] = lambda results: results) -> None:
@@ -135,14 +135,14 @@ class Evaluator:
         for old in self.results.losses:
             same = (old.data, old.fingerprint, old.limit) == (str(folder), data.fingerprint, how.limit)
             if same and how.accepts(old.precision):
-                self.watch.note(f"  {folder}: known already")
+                self.display.note(f"  {folder}: known already")
                 return
         if None not in (data.tokenizer_fingerprint, about.tokenizer) and data.tokenizer_fingerprint != about.tokenizer:
             raise UserError(f"{folder}: was prepared with another tokenizer than {self.subject.path} was trained with")
         if data.max_token >= about.vocab_size:
             raise UserError(f"{folder}: has token {data.max_token}, but the model's vocabulary is {about.vocab_size}")
         model, start = self.model, time.perf_counter()
-        with self.watch.bar(f"{folder} loss") as progress:
+        with self.display.bar(f"{folder} loss") as progress:
             mask = self.subject.mask_documents
             found = losses(model, data, about.context, how.batch_tokens, how.limit, mask, progress)
         tokenizer = None
@@ -165,7 +165,7 @@ class Evaluator:
             seconds=time.perf_counter() - start,
         )
         self.save(lambda results: results.with_loss(result))
-        self.watch.note(f"  {folder}: loss {result.loss:.4f} over {result.tokens:,} tokens")
+        self.display.note(f"  {folder}: loss {result.loss:.4f} over {result.tokens:,} tokens")
 
     def score(self, requests: Requests) -> Scores:
         """The answers to requests: those that are there, else new ones."""
@@ -184,7 +184,7 @@ class Evaluator:
                 f"{about.vocab_size}; they were made with another tokenizer"
             )
         model, start = self.model, time.perf_counter()
-        with self.watch.bar(f"{TASKS[task].label} {about.name}") as progress:
+        with self.display.bar(f"{TASKS[task].label} {about.name}") as progress:
             found = score(model, requests.pairs, about.context, how.batch_tokens, progress)
         seconds = time.perf_counter() - start
         scored = Scored(
@@ -199,7 +199,7 @@ class Evaluator:
         scores = Scores(scored, found.logprob, found.greedy)
         scores.save(path)
         self.save()  # it says whose scores these are
-        self.watch.note(f"  {task}: {len(requests):,} requests scored in {seconds:.1f} s")
+        self.display.note(f"  {task}: {len(requests):,} requests scored in {seconds:.1f} s")
         return scores
 
     def known(self, task: Task, origin: Origin) -> bool:
@@ -227,14 +227,14 @@ class Evaluator:
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
         of = "" if origin.limit is None else f" of {built.task.samples:,}"
         value = number((result.value, result.stderr))
-        self.watch.note(f"  {origin.task}: {metric} {value} over {requests.samples:,}{of} samples{notes}")
+        self.display.note(f"  {origin.task}: {metric} {value} over {requests.samples:,}{of} samples{notes}")
 
 
 class Harness:
     """The tasks with their data; each is built once, however many models there are."""
 
-    def __init__(self, data: Path | None, limit: int | None, watch: Watch) -> None:
-        self.data, self.limit, self.watch = data, limit, watch
+    def __init__(self, data: Path | None, limit: int | None, display: Display) -> None:
+        self.data, self.limit, self.display = data, limit, display
         self.built: dict[str, Built] = {}
         self.tokenized: dict[tuple[str, str], Requests] = {}
 
@@ -245,7 +245,7 @@ class Harness:
         if task.name not in self.built:
             from angpt.evaluation.harness import Built
 
-            with self.watch.bar(f"{task.label} requests"):
+            with self.display.bar(f"{task.label} requests"):
                 self.built[task.name] = Built(task, self.data, self.limit)
         return self.built[task.name]
 
@@ -260,7 +260,7 @@ def evaluate_tasks(evaluator: Evaluator, tasks: Sequence[Task], harness: Harness
     """All tasks of one model; those that it has results of are left out."""
     known = [task for task in tasks if evaluator.known(task, harness.origin(task, tokenizer))]
     if known:
-        evaluator.watch.note(f"  known already: {' '.join(task.name for task in known)}")
+        evaluator.display.note(f"  known already: {' '.join(task.name for task in known)}")
     for task in tasks:
         if task not in known:
             evaluator.task(harness.build(task), harness.requests(task, tokenizer))
@@ -274,7 +274,7 @@ def write_requests(folder: Path, tasks: Sequence[Task], harness: Harness, tokeni
         if requests is None or requests.origin != harness.origin(task, tokenizer):
             requests = harness.requests(task, tokenizer)
             requests.save(path)
-        harness.watch.note(f"{path}: {len(requests):,} requests from {requests.samples:,} samples")
+        harness.display.note(f"{path}: {len(requests):,} requests from {requests.samples:,} samples")
 
 
 def read_requests(folder: Path, tasks: Sequence[Task] | None) -> list[Requests]:

@@ -16,7 +16,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer
 
-from angpt.data.tokenizers import end_of_text
+from angpt.data.tokenizers import end_of_text_id
 from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Requests, Scores, Tokens
 from angpt.evaluation.tasks import Task, write_configs
@@ -114,7 +114,7 @@ def pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[
         bare = context.rstrip()
         moved.append((bare, context[len(bare) :] + continuation))
     contexts = _encode(tokenizer, list(dict.fromkeys(context for context, _ in moved)))
-    eot = end_of_text(tokenizer)
+    eot = end_of_text_id(tokenizer)
     both = [context + continuation for context, continuation in moved]
     encoded = _encode(tokenizer, both)
     found: list[tuple[Tokens, Tokens]] = []
@@ -131,7 +131,7 @@ def pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[
 def whole_texts(tokenizer: Tokenizer, texts: Sequence[tuple[str]]) -> list[tuple[Tokens, Tokens]]:
     """Texts that are scored from their first token on."""
     encoded = _encode(tokenizer, [text for (text,) in texts])
-    return [([end_of_text(tokenizer)], encoded[text]) for (text,) in texts]
+    return [([end_of_text_id(tokenizer)], encoded[text]) for (text,) in texts]
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> dict[str, list[int]]:

@@ -9,12 +9,11 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.present.charts import Absent, Chart
-from angpt.present.style import DEPTH, INK, MARKERS, looks, panels
+from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, log_ticks, looks, panels
 from angpt.present.words import label, listed, quantity
 
 EXCESS = 3.0
@@ -26,8 +25,7 @@ PALE = "#e4e6ea"
 
 def sweeps(fit: HparamFit) -> Chart:
     """Loss over learning rate, a panel for each model, a line for each batch size."""
-    index = np.linspace(0, len(fit.sizes) - 1, min(PANELS, len(fit.sizes))).round().astype(int)
-    shown = [fit.sizes[i] for i in np.unique(index)]
+    shown = [fit.sizes[i] for i in evenly(len(fit.sizes), PANELS)]
     batches = sorted({s.batch_tokens for size in shown for s in size.sweeps})
     places = np.linspace(0, 1, max(2, len(batches)))
     looks_of = {b: (DEPTH(x), MARKERS[i % 7]) for i, (b, x) in enumerate(zip(batches, places, strict=False))}
@@ -38,7 +36,7 @@ def sweeps(fit: HparamFit) -> Chart:
             for sweep in size.sweeps:
                 _draw_sweep(ax, sweep, *looks_of[sweep.batch_tokens])
             ax.set_xscale("log")
-            _few_log_ticks(ax)
+            label_axis(ax.xaxis, "{:g}".format, log_ticks(*ax.get_xlim(), short=100))
             ax.set_ylim(*_loss_range(size))
             ax.set(title=f"{label(size.architecture)} {quantity(size.parameters)}", ylabel="validation loss")
             ax.set_xlabel("learning rate")
@@ -183,12 +181,8 @@ def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: s
     ax.set_yscale("log", base=2)
     ax.set_ylim(min(y) / 1.6, max(y) * 1.6)
     every = sorted({s.parameters for s in sizes})
-    ax.xaxis.set_major_locator(FixedLocator(_apart(every)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
-    ax.yaxis.set_major_locator(FixedLocator(_apart(sorted(set(y.tolist())))))
-    number = quantity if what == "batch_tokens" else (lambda value: f"{value:.2g}")
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    label_axis(ax.xaxis, quantity, _apart(every))
+    label_axis(ax.yaxis, quantity if what == "batch_tokens" else "{:.2g}".format, _apart(sorted(set(y.tolist()))))
     return drawn
 
 
@@ -215,12 +209,4 @@ def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = 
     ax.plot(x, [v.mean for v in values], "--", color=color, lw=1.5, label=name, zorder=4)
     if law.freedom > 0:
         low, high = [v.low or v.mean for v in values], [v.high or v.mean for v in values]
-        ax.fill_between(x, low, high, color=color, alpha=0.13, lw=0, zorder=1)
-
-
-def _few_log_ticks(ax: Axes) -> None:
-    """Plain numbers, not too many, on a logarithmic x axis."""
-    low, high = ax.get_xlim()
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 100 else (1,)))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+        band(ax, x, low, high, color)

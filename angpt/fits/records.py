@@ -202,6 +202,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _run_record(path: Path, curves: bool) -> Record:
+    from angpt.models.decoder import attention_flops
     from angpt.training.record import RunRecord
 
     record = RunRecord.open(path)
@@ -232,7 +233,7 @@ def _run_record(path: Path, curves: bool) -> Record:
         settings=json.dumps(other),
         embedding_parameters=table,
         head_parameters=table,
-        attention_flops=float(3 * model.n_layers * 4 * model.d_model * model.context // 2),
+        attention_flops=float(attention_flops(model, model.context)),
         flops=float(summary.flops_per_token) * tokens if summary else None,
         curve=tuple((float(e.tokens), e.loss) for e in evaluations),
     )

@@ -2,16 +2,13 @@
 the compute that one architecture saves."""
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from angpt.fits.frontier import Frontier
 from angpt.fits.hparam_figures import draw_law, law_text
@@ -20,7 +17,20 @@ from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import Floats
 from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, ScalingFit, saving
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.style import DEPTH, INK, Look, fold_legend, looks, panels, plain_log_axis
+from angpt.present.style import (
+    DEPTH,
+    INK,
+    Look,
+    band,
+    evenly,
+    fold_legend,
+    label_axis,
+    log_ticks,
+    looks,
+    panels,
+    plain_log_axis,
+    reference,
+)
 from angpt.present.words import label, listed, quantity
 
 MANY = 1500
@@ -31,7 +41,6 @@ FAR = 30.0
 """Factor beyond the sizes tried up to which an optimum is drawn."""
 NEAR = 0.05
 """Part by which a size may differ from one that is drawn, and still be drawn with it."""
-T = TypeVar("T")
 
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
@@ -95,7 +104,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
                 _draw_optimum(ax, f, name, style[f.architecture])
             compute_axis(ax)
             ax.set_yscale("log")
-            quantity_axis(ax.yaxis, *ax.get_ylim())
+            label_axis(ax.yaxis, quantity, log_ticks(*ax.get_ylim()))
             ax.set(title="Parameters N_opt(C)" if name == "parameters" else "Tokens D_opt(C)")
             ax.set_ylabel("parameters" if name == "parameters" else "tokens")
         handles = [Line2D([], [], color=style[f.architecture].color, lw=2, label=label(f.architecture)) for f in having]
@@ -182,7 +191,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(len(having), narrow, columns=2, height=3.8)
         for ax, (f, iso) in zip(axes, having, strict=True):
-            shown = _some(iso.levels)
+            shown = [iso.levels[i] for i in evenly(len(iso.levels), CURVES)]
             norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
             for level in shown:
                 _draw_level(ax, level, DEPTH(norm(level.compute)))
@@ -232,7 +241,8 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
         figure, axes = panels(len(having), narrow, columns=2, height=3.8)
         for ax, (f, law) in zip(axes, having, strict=True):
             s = f.sample
-            sizes = _some(np.unique(s.parameters).tolist())
+            tried = np.unique(s.parameters)
+            sizes = tried[evenly(len(tried), CURVES)].tolist()
             norm = LogNorm(sizes[0] / 1.01, sizes[-1] * 1.01)
             for size in sizes:
                 mine = np.abs(np.log(s.parameters / size)) <= NEAR
@@ -285,8 +295,8 @@ def savings(fit: ScalingFit) -> Chart | Absent:
                 if c.approach == approach:
                     color = style[c.other].color
                     ax.plot(x, y, color=color, lw=1.8, label=label(c.other))
-                    ax.fill_between(x, low, high, color=color, alpha=0.15, lw=0)
-            ax.axhline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
+                    band(ax, x, low, high, color)
+            reference(ax)
             ax.invert_xaxis()
             ax.set(title=APPROACHES[approach][0].upper() + APPROACHES[approach][1:], xlabel="validation loss")
         axes[0].set_ylabel(f"compute over that of {label(having[0].baseline)}")
@@ -325,7 +335,7 @@ def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
 def _dress_curves(ax: Axes, f: ArchitectureFit, x: str, lines: str) -> None:
     """Loss over a count, one line for each of `lines`."""
     ax.set_xscale("log")
-    quantity_axis(ax.xaxis, *ax.get_xlim())
+    label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
     plain_log_axis(ax)
     _close_y(ax)
     ax.set(title=label(f.architecture), xlabel=x, ylabel="validation loss")
@@ -334,16 +344,8 @@ def _dress_curves(ax: Axes, f: ArchitectureFit, x: str, lines: str) -> None:
 
 def compute_axis(ax: Axes) -> None:
     ax.set_xscale("log")
-    ax.xaxis.set_minor_locator(NullLocator())
     ax.set_xlabel("training compute C (FLOPs)")
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}".replace("e+", "e")))
-
-
-def quantity_axis(axis: Axis, low: float, high: float) -> None:
-    """Counts on a logarithmic axis: 100M, 300M, 1B."""
-    axis.set_major_locator(LogLocator(subs=(1, 3) if high / low < 300 else (1,)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+    label_axis(ax.xaxis, lambda value: f"{value:.0e}".replace("e+", "e"))
 
 
 def _close_y(ax: Axes) -> None:
@@ -356,9 +358,3 @@ def _close_y(ax: Axes) -> None:
 
 def _alpha(count: int) -> float:
     return max(0.15, min(0.75, 40 / math.sqrt(count) / 3))
-
-
-def _some(items: Sequence[T]) -> list[T]:
-    """At most CURVES of them, evenly, the first and the last included."""
-    index = np.unique(np.linspace(0, len(items) - 1, min(CURVES, len(items))).round().astype(int))
-    return [items[i] for i in index]

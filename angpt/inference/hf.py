@@ -17,6 +17,7 @@ from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import vocab_size
 from angpt.errors import UserError
 from angpt.inference.graph import Graph, read_graph
+from angpt.inference.sampling import Sampling
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
@@ -98,7 +99,7 @@ def config_json(model: Decoder, graph: Graph, end: int | None, training: Trainin
 
 def generation_json(end: int | None) -> dict[str, Any]:
     """What `generate` does unless told otherwise: what `angpt generate` does."""
-    found = {"do_sample": True, "temperature": 0.8, "top_k": 50}
+    found = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
     return found | ({} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
 
 

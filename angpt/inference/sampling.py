@@ -8,12 +8,14 @@ be part of a CUDA graph.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from angpt.errors import UserError
+
+if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class Sampling:
 GREEDY = Sampling(temperature=0, top_k=None)
 
 
-def pick(logits: Tensor, how: Sampling, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
+def pick(logits: "Tensor", how: Sampling, uniform: "Tensor", seen: "Tensor | None" = None) -> "Tensor":
     """One token (B) for each row of logits (B, V), given a uniform number (B) in [0, 1) and which tokens have occurred
     in the row, (B, V)."""
     if how.repetition_penalty != 1 and seen is not None:
         penalty = how.repetition_penalty
-        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
     if how.temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits / how.temperature
@@ -61,17 +63,17 @@ def pick(logits: Tensor, how: Sampling, uniform: Tensor, seen: Tensor | None = N
         logits, ids = logits.topk(how.top_k, dim=-1)  # exactly k, even where several share the k-th logit
     elif how.top_p is not None:
         logits, ids = logits.sort(dim=-1, descending=True)
-    p = torch.softmax(logits, dim=-1)
+    p = logits.softmax(dim=-1)
     allowed = p > 0
     if how.top_p is not None:
         allowed &= p.cumsum(dim=-1) - p < how.top_p  # the token that passes top_p is the last one in
     if how.min_p is not None:
         allowed &= p >= how.min_p * p.amax(dim=-1, keepdim=True)
-    p = torch.where(allowed, p, 0)
+    p = p.where(allowed, 0)
     below = p.cumsum(dim=-1)
     reached = allowed & (below > uniform[:, None] * below[:, -1:])
     # Rounding may leave a uniform number next to 1 unreached.
-    drawn = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), p.argmax(dim=-1))
+    drawn = reached.int().argmax(dim=-1).where(reached.any(dim=-1), p.argmax(dim=-1))
     return drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
 
 

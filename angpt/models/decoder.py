@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
-from angpt.constraints import Constraint, project_
+from angpt.constraints import Constraint, is_matrix, project_
 from angpt.errors import UserError
 from angpt.models.primitives import (
     Context,
@@ -130,7 +130,7 @@ class Decoder(nn.Module, ABC):
 
     def matrices(self) -> dict[str, nn.Parameter]:
         """The weight matrices by name: what is constrained, or decayed."""
-        return {name: p for name, p in self.named_parameters() if p.ndim == 2}
+        return {name: p for name, p in self.named_parameters() if is_matrix(p)}
 
     def init_normalized(self, generator: torch.Generator | None) -> None:
         """Normal, then of length exactly 1 along the constrained dimension."""
@@ -151,9 +151,17 @@ class Decoder(nn.Module, ABC):
         """Training FLOPs per token at a sequence length (the context unless given).
 
         Six per entry of a matrix that multiplies (two forward, four backward); the embedding is a look-up and vectors
-        are left out. Attention: q·k and A·v take 4·d_m forward for each token attended to, of which causality leaves
-        half, three times that with the backward pass.
+        are left out.
         """
         length = self.cfg.context if length is None else length
         multiplied = sum(p.numel() for p in self.matrices().values()) - self.W_e.weight.numel()
-        return 6 * multiplied + 3 * self.cfg.n_layers * 4 * self.cfg.d_model * length // 2
+        return 6 * multiplied + attention_flops(self.cfg, length)
+
+
+def attention_flops(cfg: ModelConfig, length: int) -> int:
+    """Training FLOPs of attention per token, without its matrices.
+
+    q·k and A·v take 4·d_m forward for each token attended to, of which causality leaves half; three times that with
+    the backward pass.
+    """
+    return 3 * cfg.n_layers * 4 * cfg.d_model * length // 2

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.style import DEPTH, GROUPS, fold_legend, outer_labels, panels, plain_log_axis, token_axis
+from angpt.present.style import DEPTH, GROUPS, band, fold_legend, outer_labels, panels, plain_log_axis, token_axis
 from angpt.present.words import quantity
 
 Values = NDArray[np.float64]
@@ -39,22 +39,15 @@ def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
     runs = with_values(found, ["input_norm"])
     if not runs:
         return Absent(title, NOTHING)
-    series = {run.label: values_of(run, "input_norm") for run in runs}
-    depth = max(values.shape[1] for _, values in series.values())
+    series = [(run.label, *values_of(run, "input_norm")) for run in runs]
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, columns=in_a_row(len(series)), sharey=True)
-        for ax, (name, (tokens, values)) in zip(axes, series.items(), strict=True):
-            layer_lines(ax, tokens, values, depth)
-            ax.set(title=name, ylabel="mean length of h")
-        plain_log_axis(axes[0])
-        dress_tokens(axes, narrow)
-        depth_bar(figure, axes, depth, narrow, last="out")
-        return figure
+        columns = in_a_row(len(series))
+        return layer_panels(series, narrow, columns, ylabel="mean length of h", logarithmic=True, last="out")
 
     ends = [
         f"{name}: from {values[-1, 0]:.3g} into the first layer to {values[-1, -1]:.3g} after the last"
-        for name, (_, values) in series.items()
+        for name, _, values in series
     ]
     return Chart(
         name="input-norms",
@@ -75,24 +68,18 @@ def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
     if not runs:
         recorded = any(run.records for run in found)
         return Absent(heading, "No architecture here has an α." if recorded else NOTHING)
-    series = [(run, name, values_of(run, name)) for run in runs for name in ALPHAS if name in run.records[-1]]
-    titles = [f"{run.label}, {ALPHAS[name]}" for run, name, _ in series]
-    depth = max(values.shape[1] for _, _, (_, values) in series)
-    columns = 4 if max(map(len, titles)) <= 24 else 2  # so that titles do not run into each other
+    series = [
+        (f"{run.label}, {title}", *values_of(run, name))
+        for run in runs
+        for name, title in ALPHAS.items()
+        if name in run.records[-1]
+    ]
+    columns = 4 if max(len(title) for title, _, _ in series) <= 24 else 2  # so that titles do not run into each other
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(series), narrow, columns=columns, height=2.6, sharey=True)
-        for ax, title, (_, _, (tokens, values)) in zip(axes, titles, series, strict=True):
-            layer_lines(ax, tokens, values, depth)
-            ax.set(title=title, ylabel="mean of α")
-        dress_tokens(axes, narrow)
-        depth_bar(figure, axes, depth, narrow)
-        return figure
+        return layer_panels(series, narrow, columns, ylabel="mean of α", height=2.6)
 
-    ends = [
-        f"{title}: {values[-1].min():.3g} to {values[-1].max():.3g}"
-        for title, (_, _, (_, values)) in zip(titles, series, strict=True)
-    ]
+    ends = [f"{title}: {values[-1].min():.3g} to {values[-1].max():.3g}" for title, _, values in series]
     return Chart(
         name="alphas",
         title=heading,
@@ -121,12 +108,11 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
             for name, (tokens, values) in groups.items():
                 ax.plot(tokens, values.mean(axis=1), color=GROUPS[name], lw=1.6, label=name)
                 if values.shape[1] > 1:
-                    low, high = values.min(axis=1), values.max(axis=1)
-                    ax.fill_between(tokens, low, high, color=GROUPS[name], alpha=0.18, lw=0)
+                    band(ax, tokens, values.min(axis=1), values.max(axis=1), GROUPS[name])
             ax.set(title=title, ylabel="mean length of the rows")
         if logarithmic:
             plain_log_axis(axes[0])
-        dress_tokens(axes, narrow)
+        _dress_tokens(axes, narrow)
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -192,7 +178,44 @@ def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
         ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
 
 
-def dress_tokens(axes: list[Axes], narrow: bool) -> None:
+def layer_panels(
+    series: Sequence[tuple[str, Values, Values]],
+    narrow: bool,
+    columns: int,
+    *,
+    ylabel: str = "",
+    height: float = 2.9,
+    shared: bool = True,
+    logarithmic: bool = False,
+    last: str | None = None,
+) -> Figure:
+    """A panel for each (title, tokens, values), with a line for each layer and a bar that tells the layers apart."""
+    depth = max(values.shape[1] for _, _, values in series)
+    figure, axes = panels(len(series), narrow, columns=columns, height=height, sharey=shared)
+    for ax, (title, tokens, values) in zip(axes, series, strict=True):
+        layer_lines(ax, tokens, values, depth)
+        ax.set(title=title, ylabel=ylabel)
+    if logarithmic:
+        plain_log_axis(axes[0])
+    _dress_tokens(axes, narrow or not shared)
+    depth_bar(figure, axes, depth, narrow, last)
+    return figure
+
+
+def layer_ticks(depth: int) -> list[int]:
+    """The layers that an axis labels: the first, the last, and up to eight between, none close to the last."""
+    ticks = sorted({1, depth, *range(1, depth + 1, -(-depth // 8))})
+    return [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
+
+
+def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
+    """Layers from 1; `out` stands for after the last."""
+    ticks = layer_ticks(layers + out)
+    ax.set_xticks(ticks, ["out" if out and tick == layers + 1 else str(tick) for tick in ticks])
+    ax.set_xlabel("layer")
+
+
+def _dress_tokens(axes: list[Axes], narrow: bool) -> None:
     for ax in axes:
         token_axis(ax)
         ax.set_xlim(left=0)
@@ -203,8 +226,7 @@ def depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: 
     """Which colour is which layer."""
     colors = ListedColormap([DEPTH(i / max(1, depth - 1)) for i in range(depth)])
     mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
-    ticks = sorted({1, depth, *range(1, depth + 1, -(-depth // 8))})
-    ticks = [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
+    ticks = layer_ticks(depth)
     inch = 1 / figure.get_figheight()
     below: dict[str, Any] = {"location": "bottom", "fraction": 0.15 * inch, "pad": 0.05 * inch}
     beside: dict[str, Any] = {"pad": 0.01, "fraction": 0.03, "aspect": max(20.0, 6.5 * figure.get_figheight())}

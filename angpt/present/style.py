@@ -1,17 +1,20 @@
 """One look for every figure: a colour and a marker per architecture, and how panels are laid out."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import matplotlib.style
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
 from angpt.present.words import quantity
 
+DASHED: Any = (0, (4, 3))
 INK = "#16181d"
 """Text and axes; in the page it becomes the colour of the page's text."""
 
@@ -111,10 +114,35 @@ def plain_log_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
     """A logarithmic axis labelled with plain numbers."""
     axes.set(**{f"{which}scale": "log"})
     axis, (low, high) = (axes.yaxis, axes.get_ylim()) if which == "y" else (axes.xaxis, axes.get_xlim())
-    # Powers of ten alone would be too few labels for a short axis.
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 300 else (1,)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    label_axis(axis, "{:g}".format, log_ticks(low, high, (1, 2, 5)))
+
+
+def log_ticks(low: float, high: float, digits: Sequence[float] = (1, 3), short: float = 300.0) -> LogLocator:
+    """Powers of ten, and on a short axis, where these would be too few, these digits in between."""
+    return LogLocator(subs=digits if high / low < short else (1,))
+
+
+def label_axis(axis: Axis, text: Callable[[float], str], ticks: Locator | Sequence[float] | None = None) -> None:
+    """Label an axis by a function of the value, at these ticks where given, and without minor ones."""
+    if ticks is not None:
+        axis.set_major_locator(ticks if isinstance(ticks, Locator) else FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
+def reference(ax: Axes, vertical: bool = False) -> None:
+    """The dashed line at 1."""
+    (ax.axvline if vertical else ax.axhline)(1, color=INK, lw=0.8, ls=DASHED)
+
+
+def band(ax: Axes, x: Any, low: Any, high: Any, color: str) -> None:
+    """A pale area between two lines."""
+    ax.fill_between(x, low, high, color=color, alpha=0.15, lw=0, zorder=1)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of so many indices, evenly, the first and the last included."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 
 def outer_labels(axes: list[Axes], narrow: bool) -> None:

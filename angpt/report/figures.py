@@ -5,10 +5,21 @@ from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.style import INK, NARROW, WIDE, Look, fold_legend, looks, outer_labels, panels, token_axis
+from angpt.present.style import (
+    INK,
+    NARROW,
+    WIDE,
+    Look,
+    fold_legend,
+    label_axis,
+    looks,
+    outer_labels,
+    panels,
+    reference,
+    token_axis,
+)
 from angpt.present.words import interval, label, listed, overhead, quantity, speedup
 from angpt.report.records import Material, ReportedRun
 from angpt.results import Cost, SpeedUp
@@ -135,7 +146,7 @@ def budgets(study: Material) -> Chart | Absent:
                 _draw_speedups(ax, mine, kind, place, look)
         axes[0].set(ylabel="validation loss", title="Final loss")
         for ax, kind in zip(axes[1:], kinds, strict=True):
-            ax.axhline(1, color=INK, lw=0.9, ls=(0, (4, 3)))
+            reference(ax)
             ax.set(ylabel=f"speed-up over {baseline}", title=f"Speed-up in {'tokens' if kind == 'tokens' else 'time'}")
             ax.margins(y=0.25)  # room for the arrows
         for ax in axes:
@@ -185,9 +196,7 @@ class _Places:
             ax.grid(visible=False, axis="x")
             return
         ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(FixedLocator(self.budgets))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: quantity(value)))
+        label_axis(ax.xaxis, quantity, self.budgets)
         ax.set_xlim(self.budgets[0] / 1.3, self.budgets[-1] * 1.3)
         ax.set_xlabel("token budget")
 

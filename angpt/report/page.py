@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from angpt.errors import UserError
+from angpt.inference.sampling import Sampling
 from angpt.inference.source import Source, open_source
 from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
@@ -18,7 +19,7 @@ from angpt.report.evaluations import cell, read_evaluations
 from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
 from angpt.report.records import Material, read_material
-from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, TEMPERATURE, TOP_K, make_samples
+from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, make_samples
 from angpt.results import Result, Row, State
 from angpt.system import write_atomically
 
@@ -80,7 +81,7 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         inside=look_inside(material, sources, study, out),
         samples=make_samples(material, sources),
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
-        f"{TEMPERATURE:g} among the {TOP_K} likeliest tokens, seed {SEED}",
+        f"{Sampling.temperature:g} among the {Sampling.top_k} likeliest tokens, seed {SEED}",
         commands=commands,
         setup=_setup(material),
         environment=_environment(material),

@@ -22,7 +22,7 @@ from angpt.report.records import Material
 from angpt.training.hardware import choose_device
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
-TEMPERATURE, TOP_K, SEED = 0.8, 50, 0
+SEED = 0
 SEARCHED = 1 << 20
 """Validation tokens among which the first documents are looked for."""
 
@@ -72,8 +72,7 @@ def make_samples(study: Material, sources: Mapping[str, Source]) -> Samples:
             notes.append(f"{label(run.result.architecture)} has no good checkpoint yet.")
             continue
         model = _folded(sources[run.result.name], large=run.result.parameters > LARGEST)
-        how = Sampling(temperature=TEMPERATURE, top_k=TOP_K)
-        tokens = generate(model, prompts, NEW_TOKENS, how, seed=SEED, end=data.eot, sliding=True)
+        tokens = generate(model, prompts, NEW_TOKENS, Sampling(), seed=SEED, end=data.eot, sliding=True)
         made = [_until_end(row, data.eot) for row in tokens]
         columns.append(
             [

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from angpt.bench.decode import Subject, bench_decode, floor_bytes, tables
+from angpt.bench.decode import DecodingModel, bench_decode, floor_bytes, tables
 from angpt.cli.main import main
 from angpt.config import SIZES, ModelConfig
 from angpt.errors import UserError
@@ -34,7 +34,7 @@ def test_the_floor_is_what_a_step_reads() -> None:
 
 def test_every_turn_writes_the_same_tokens() -> None:
     model = fold(build(ModelConfig.size("tiny")))
-    subject = Subject(model, 2, "auto", 5, 20)
+    subject = DecodingModel(model, 2, "auto", 5, 20)
     expected = generate(model, subject.prompts, 20, GREEDY)
     for _ in range(2):
         subject.decode()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from angpt.bench import footprint as scaling
-from angpt.bench.footprint import Machine, activation_bytes, count, state_bytes, traffic
+from angpt.bench.footprint import Machine, activation_bytes, matrix_counts, state_bytes, traffic
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.models.variants import build
 from angpt.training.engine import Engine
@@ -29,7 +29,9 @@ def test_memory_is_near_what_was_measured(size, sequences):
     measured = re.search(rf"\| {size}, {sequences} sequences: GPT\+.*\n.*\n\| anGPT .*\| ([\d.]+) \|\n", text)
     cfg = ModelConfig.size(size)
     with_all = (state_bytes(cfg, None) + activation_bytes(cfg, sequences * 2048)) / 2**30
-    without_gradients = with_all - 2 * scaling.count(cfg).matrices / 2**30  # most come when activations have gone
+    without_gradients = (
+        with_all - 2 * scaling.matrix_counts(cfg).matrices / 2**30
+    )  # most come when activations have gone
     assert 0.99 * without_gradients < float(measured[1]) < 1.01 * with_all
 
 
@@ -54,7 +56,7 @@ def test_what_one_process_holds():
 @pytest.mark.slow
 def test_what_two_ranks_hold():
     assert spread(held_on_rank, 2, "ddp") == [state_bytes(TINY, "ddp")] * 2
-    n = count(TINY)
+    n = matrix_counts(TINY)
     assert sum(spread(held_on_rank, 2, "fsdp")) == n.matrices * 16
     gathered = (n.ends + 2 * n.blocks / 2 + n.ends + n.blocks / 2) * 2
     assert state_bytes(TINY, "fsdp", 2) == n.matrices * 16 / 2 + gathered
@@ -77,13 +79,13 @@ def ring(size, chunk):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_sum_sends_what_a_ring_sends(ranks):
-    expected = ring(ranks, chunk=count(TINY).matrices * 2 / ranks)
+    expected = ring(ranks, chunk=matrix_counts(TINY).matrices * 2 / ranks)
     assert traffic(TINY, "ddp", ranks, Machine(gpus=8)).inside == pytest.approx(expected[0])
     assert traffic(TINY, "ddp", ranks, Machine(gpus=8)).between == 0
 
 
 def test_hybrid_sharding_sends_a_part_between_machines():
-    machine, n = Machine(gpus=4), count(TINY)
+    machine, n = Machine(gpus=4), matrix_counts(TINY)
     hybrid = traffic(TINY, "fsdp", 8, machine, shards=4)
     assert hybrid.between == ring(2, n.matrices * 2 / 4 / 2)[0]
     assert hybrid.inside == 3 / 4 * 2 * (2 * n.ends + 3 * n.blocks)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from angpt.data.tokenizers import end_of_text, fingerprint, load_tokenizer, vocab_size
+from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
 from tests.data.corpora import NEOX
 
@@ -20,7 +20,7 @@ def test_bytes_are_their_own_ids(text):
 
 def test_bytes_vocabulary():
     assert vocab_size(BYTES) == 257
-    assert end_of_text(BYTES) == 256
+    assert end_of_text_id(BYTES) == 256
 
 
 def test_bpe_is_trained_on_the_text_and_always_the_same():
@@ -48,7 +48,7 @@ def test_a_tokenizer_survives_its_folder(tmp_path, spec):
     assert fingerprint(again) == fingerprint(tokenizer)
     assert again.encode(TEXT).ids == tokenizer.encode(TEXT).ids
     assert again.decode(again.encode(TEXT).ids) == TEXT
-    assert end_of_text(again) not in again.encode(TEXT).ids
+    assert end_of_text_id(again) not in again.encode(TEXT).ids
 
 
 def test_text_is_never_cut(tmp_path):
@@ -61,13 +61,13 @@ def test_text_is_never_cut(tmp_path):
 
 @pytest.mark.parametrize("name", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"])
 def test_end_of_text_by_its_usual_names(name):
-    assert end_of_text(Tokenizer(models.WordLevel({"a": 0, name: 7}, unk_token="a"))) == 7
+    assert end_of_text_id(Tokenizer(models.WordLevel({"a": 0, name: 7}, unk_token="a"))) == 7
     assert vocab_size(Tokenizer(models.WordLevel({"a": 0, name: 7}, unk_token="a"))) == 8
 
 
 def test_errors(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no end-of-text token"):
-        end_of_text(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+        end_of_text_id(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     for spec in ("bpe:x", "bpe:256", "bpe:"):
         with pytest.raises(UserError, match="write bpe:N with N of at least 257"):
             load_tokenizer(spec)

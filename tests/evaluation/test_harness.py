@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from angpt.data.tokenizers import load_tokenizer
-from angpt.evaluation.evaluate import Evaluator, Harness, How, Watch, evaluate_tasks
+from angpt.evaluation.evaluate import Display, Evaluator, Harness, How, evaluate_tasks
 from angpt.evaluation.results import Results
 from angpt.evaluation.subjects import open_subject
 from angpt.evaluation.tasks import PAPER, TASKS, choose, write_configs
@@ -85,10 +85,10 @@ def theirs(
 
 
 def evaluated(path: Path, benchmarks: Path) -> Results:
-    watch = Watch(Console(quiet=True))
+    display = Display(Console(quiet=True))
     subject = open_subject(path)
-    evaluator = Evaluator(subject, How.choose("cpu", "fp32", 500, None), watch)
-    evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, watch), subject.tokenizer(None))
+    evaluator = Evaluator(subject, How.choose("cpu", "fp32", 500, None), display)
+    evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, display), subject.tokenizer(None))
     return evaluator.results
 
 

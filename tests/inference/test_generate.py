@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from angpt.data.tokenizers import end_of_text, load_tokenizer
+from angpt.data.tokenizers import end_of_text_id, load_tokenizer
 from angpt.errors import UserError
 from angpt.inference import generate as module
 from angpt.inference.engine import Engine
@@ -242,7 +242,7 @@ def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:
 
 def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:
     model, tokenizer = byte_model(), load_tokenizer("bytes")
-    end = end_of_text(tokenizer)
+    end = end_of_text_id(tokenizer)
     found = generate_text(model, tokenizer, [""], 9, GREEDY, end=end)[0]
     tokens = generate(model, [[end]], 9, GREEDY, end=end)[0]
     assert found.tokens == len(tokens)
