@@ -1,4 +1,4 @@
-"""What the paper says about the inside of its models, and whether it holds for the runs at hand."""
+"""What the paper claims about its models, and whether that holds for the runs at hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

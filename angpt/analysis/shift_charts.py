@@ -58,7 +58,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
 
 
 def robustness(analysis: Analysis) -> Chart | Absent:
-    """What unusual inputs do to the stream and to the loss."""
+    """Residual norms and loss on unusual inputs."""
     title = "Inputs unlike the training text"
     runs = [(run, run.robustness) for run in analysis.runs if run.robustness]
     if not runs:
@@ -117,7 +117,7 @@ def robustness(analysis: Analysis) -> Chart | Absent:
 
 
 def attention(analysis: Analysis) -> Chart | Absent:
-    """How far attention is from dense."""
+    """The distance of attention from dense attention."""
     title = "Row norms of the attention matrices"
     runs = [(run, run.attention) for run in analysis.runs if run.attention]
     if not runs:

@@ -1,4 +1,4 @@
-"""What was measured, as tables: for the terminal, for Markdown and for the page."""
+"""Tables of what was measured, for the terminal, for Markdown and for the page."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """So many digits that count: 0.0502, 1.23, 45.6; thousands in full; 0 for what is only rounding."""
+    """A number with this many significant digits: 0.0502, 1.23, 45.6; thousands in full; 0 below 1e-6."""
     if value is None:
         return NONE
     if abs(value) < 1e-6:
@@ -40,7 +40,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def span(values: Sequence[float | None]) -> str:
-    """From the lowest to the highest, or the one value."""
+    """The range of the values, 0.5 to 1.25, or the one value."""
     known = [value for value in values if value is not None]
     if not known:
         return NONE
@@ -299,11 +299,11 @@ MAKERS: tuple[tuple[str, Callable[[Any], Table]], ...] = (
     ("learned", learned), ("moments", moments), ("robustness", distribution_shift), ("robustness", robustness),
     ("attention", attention),
 )  # fmt: skip
-"""What each table is made of, and by."""
+"""The part of an analysis that each table shows, and the function that makes it."""
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """All tables that there is something for."""
+    """The tables for which something was measured."""
     found = []
     for part, make in MAKERS:
         if runs := [(run, measured) for run in analysis.runs if (measured := getattr(run, part))]:

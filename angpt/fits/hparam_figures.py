@@ -60,7 +60,7 @@ def sweeps(fit: HparamFit) -> Chart:
         "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima."
         + ("" if len(shown) == len(fit.sizes) else f" Shown are {len(shown)} of {len(fit.sizes)} models."),
         alt=f"Loss against learning rate in {len(shown)} panels, one per model. {found} of {total} sweeps have a "
-        "minimum inside of their grid.",
+        "minimum inside their grid.",
         columns=("architecture", "parameters", "batch_tokens", "lr", "loss", "best_lr", "best_loss", "problem"),
         rows=tuple(
             (
@@ -97,7 +97,7 @@ def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -
 
 
 def _loss_range(size: SizeFit) -> tuple[float, float]:
-    """All of the minima and what is near them; losses far above would flatten them."""
+    """The range of the loss axis: all minima and what is near them; losses far above would flatten them."""
     losses = [x for s in size.sweeps for x in s.losses]
     if not losses:
         return 0.0, 1.0
@@ -112,7 +112,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
     title = "Trends of batch size and learning rate"
     names = list(dict.fromkeys(size.architecture for size in fit.sizes))
     if not fit.trends:
-        return Absent(title, "No architecture has two sizes with an optimum inside of their grids.")
+        return Absent(title, "No architecture has two sizes with an optimum inside their grids.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(names), narrow, columns=2, height=3.1)
@@ -187,7 +187,7 @@ def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: s
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """At most eight of the values, evenly."""
+    """At most eight of the values, evenly spaced."""
     step = math.ceil(len(values) / 8)
     return list(values[::step])
 

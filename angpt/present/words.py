@@ -8,7 +8,7 @@ LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
 
 def label(architecture: str) -> str:
-    """How an architecture is written in text: `angpt/no-lerp` is anGPT no-lerp."""
+    """The name of an architecture in text: `angpt/no-lerp` is anGPT no-lerp."""
     family, _, variant = architecture.partition("/")
     return f"{LABELS.get(family, family)} {variant}".strip()
 
@@ -29,7 +29,7 @@ def duration(seconds: float) -> str:
 
 
 def interval(value: Interval, digits: int) -> str:
-    """Mean and half the width of the interval; the mean alone where there is none."""
+    """The mean and half the width of its interval: 3.543 ± 0.025; the mean alone without an interval."""
     mean = f"{value.mean:.{digits}f}"
     if value.low is None or value.high is None:
         return mean
