@@ -233,7 +233,7 @@ def test_requests_that_are_there_are_not_made_again(
 def test_a_model_of_another_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, tmp_path: Path
 ) -> None:
-    from angpt.data.prepare import prepare
+    from tests.data.corpora import prepare
 
     source = tmp_path / "a.txt"
     source.write_text("some other text " * 50)

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from angpt.config import DataConfig, ModelConfig, TrainConfig
-from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.report import samples, write_report
@@ -18,6 +17,7 @@ from angpt.report.records import Material, ReportedRun
 from angpt.training.launch import start
 from angpt.training.record import RunRecord
 from angpt.training.reporter import PlainReporter
+from tests.data.corpora import prepare
 from tests.report.synthetic import make_result, run_result
 
 SILENT = Console(quiet=True)
