@@ -9,11 +9,10 @@ from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.history import History
 from angpt.analysis.norms import Norms
-from angpt.analysis.tables import number, span
 from angpt.present.charts import Absent, Chart, Row
 from angpt.present.layers import LayerHistory, layer_axis, layer_panels, values_of
 from angpt.present.style import FURTHER, GROUPS, Look, band, fold_legend, looks, panels, plain_log_axis, reference
-from angpt.present.words import quantity
+from angpt.present.words import number, quantity, span
 
 SHORT_DASHES: Any = (0, (3, 2))
 

@@ -11,8 +11,8 @@ from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import Norms
 from angpt.analysis.robustness import Robustness
-from angpt.analysis.tables import number, percent, span
 from angpt.present.tables import Strong, Table
+from angpt.present.words import number, percent, span
 from angpt.stats import correlation
 
 ORDER_ONE = 3.0

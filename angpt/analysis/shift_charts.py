@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import looks_of
-from angpt.analysis.tables import number, percent
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import depth_bar, layer_lines
 from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
+from angpt.present.words import number, percent
 
 MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 

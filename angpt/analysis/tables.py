@@ -12,40 +12,17 @@ from angpt.analysis.moments import Moments
 from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
 from angpt.analysis.robustness import Robustness, factor
 from angpt.present.tables import Table
-from angpt.present.words import label, quantity
+from angpt.present.words import NONE, label, number, percent, quantity, span
 
 T = TypeVar("T")
 Measured = Sequence[tuple[RunAnalysis, T]]
 """The runs that something was measured of, and what."""
-NONE = "–"
 GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A number with this many significant digits: 0.0502, 1.23, 45.6; thousands in full; 0 below 1e-6."""
-    if value is None:
-        return NONE
-    if abs(value) < 1e-6:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
 
 
 def printed(value: float | None) -> str:
     """A number of the paper, which prints two decimals."""
     return NONE if value is None else f"{value:,.2f}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    return NONE if value is None else f"{100 * value:.{digits}f} %"
-
-
-def span(values: Sequence[float | None]) -> str:
-    """The range of the values, 0.5 to 1.25, or the one value."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return NONE
-    low, high = number(min(known)), number(max(known))
-    return low if low == high else f"{low} to {high}"
 
 
 def places(layers: int) -> dict[str, int]:

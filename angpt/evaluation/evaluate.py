@@ -30,8 +30,8 @@ from angpt.evaluation.results import (
     LossResult,
     Results,
     TaskResult,
-    number,
     read_results,
+    with_error,
     write_results,
 )
 from angpt.evaluation.scoring import Model, Progress, score
@@ -226,7 +226,7 @@ class Evaluator:
         if scored.windowed and metric != "word_perplexity":  # for which that is the rule
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
         of = "" if origin.limit is None else f" of {built.task.samples:,}"
-        value = number((result.value, result.stderr))
+        value = with_error((result.value, result.stderr))
         self.display.note(f"  {origin.task}: {metric} {value} over {requests.samples:,}{of} samples{notes}")
 
 

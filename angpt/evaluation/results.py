@@ -162,8 +162,8 @@ FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
 """Formats of numbers up to a size."""
 
 
-def number(value: tuple[float, float | None] | None) -> str:
-    """0.2562 ± 0.0102."""
+def with_error(value: tuple[float, float | None] | None) -> str:
+    """A value with its standard error: 0.2562 ± 0.0102."""
     if value is None:
         return "–"
     mean, stderr = value
@@ -178,7 +178,7 @@ def show(models: Sequence[Results], console: Console) -> None:
             line.label,
             f"{line.metric} {'↑' if line.higher else '↓'}",
             line.samples,
-            *(tables.Strong(number(v)) if i == line.best else number(v) for i, v in enumerate(line.values)),
+            *(tables.Strong(with_error(v)) if i == line.best else with_error(v) for i, v in enumerate(line.values)),
         )
         for line in lines(models)
     ]

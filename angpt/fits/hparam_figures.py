@@ -14,7 +14,7 @@ from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.present.charts import Absent, Chart
 from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, log_ticks, looks, panels
-from angpt.present.words import label, listed, quantity
+from angpt.present.words import bracketed, label, listed, quantity
 
 EXCESS = 3.0
 """Per cent above the best loss from which grid points are drawn alike."""
@@ -159,9 +159,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
 
 def law_text(law: PowerLaw, variable: str) -> str:
     """Prefactor and exponent with its interval."""
-    slope = law.slope
-    within = "" if slope.low is None or slope.high is None else f" [{slope.low:.3f}, {slope.high:.3f}]"
-    return f"{law.prefactor.mean:.4g}·{variable}^{slope.mean:.3f}{within}".replace("-", "−")
+    return f"{law.prefactor.mean:.4g}·{variable}^{bracketed(law.slope, '.3f')}".replace("-", "−")
 
 
 def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: str, color: str) -> PathCollection:

@@ -18,7 +18,7 @@ from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
-from angpt.present.words import label, quantity
+from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -117,11 +117,9 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
 
 def estimate_text(value: Interval, form: str = ".4f") -> str:
     """An estimate with its interval, 0.4663 [0.4512, 0.4801]; below 1e-12 it is 0."""
-    if 0 < abs(value.mean) < 1e-12:
-        value = Interval(0.0, value.low, value.high)
-    if value.low is None or value.high is None:
-        return f"{value.mean:{form}} (no interval)".replace("-", "−")
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
+    if abs(value.mean) < 1e-12:
+        value = dataclasses.replace(value, mean=0.0)
+    return bracketed(value, form) + (" (no interval)" if value.low is None else "")
 
 
 def hparam_tables(fit: HparamFit) -> list[Table]:
