@@ -9,7 +9,7 @@ from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, budget_name, groups, largest_lines, run_config, short, start_lines
 from angpt.studies.study import Study
 from angpt.training.plan import count, make_plan, rule_for
-from tests.studies.conftest import STUDY, write_study
+from tests.studies.conftest import ROOT, STUDY, write_study
 
 
 @pytest.fixture
@@ -199,6 +199,16 @@ def test_mistakes_are_named(read, old, new, message):
 def test_limits_enclose_the_grid(read, tmp_path, limits, message):
     with pytest.raises(UserError, match=re.escape(message)):
         names(read(("[shapes.a]", f"{limits}\n[shapes.a]")), tmp_path)
+
+
+def test_the_file_of_the_docs_is_one(tmp_path):
+    docs = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", docs, flags=re.DOTALL)
+    (tmp_path / "s.toml").write_text(text)
+    study = Study.read(tmp_path / "s.toml", tmp_path)
+    assert {(job.config.model.architecture, job.folder.parent.name) for job in study.jobs()} == {
+        ("gpt+", "runs"), ("angpt", "runs"), ("angpt/no-lerp", "runs"), ("gpt+", "tuning"), ("angpt", "tuning")
+    }  # fmt: skip
 
 
 def test_a_study_has_a_grid(read):
