@@ -134,6 +134,33 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class PrepareConfig:
+    """How text is prepared: tokenized, and split into train and val."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json (or a folder with one), bytes, bpe:N (trained on the text), or a name on the hub.
+    EleutherAI/gpt-neox-20b unless given; bpe:2048 for stdlib."""
+    column: str = "text"
+    """Column that holds the text, in .jsonl, .parquet and data sets of the hub."""
+    subset: str | None = None
+    """Configuration of a data set of the hub."""
+    hub_split: str | None = None
+    """Split of a data set of the hub to read, instead of its train and validation splits."""
+    val_fraction: float | None = None
+    """Fraction of the documents held out if the data has no validation split of its own; 0.01 unless given, 0.05 for
+    stdlib."""
+    seed: int = 0
+    """Seed of the choice of held-out documents."""
+    workers: int | None = None
+    """Threads that tokenize; one per core unless given. The result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        _require(self.workers is None or self.workers >= 1, f"workers must be at least 1, not {self.workers}")
+        held_out = self.val_fraction
+        _require(held_out is None or 0 < held_out < 1, f"val_fraction must be between 0 and 1, not {held_out}")
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Adam, with decoupled weight decay on matrices, and its schedule: warm-up, then a cosine."""
 

@@ -82,7 +82,7 @@ class Row:
     batch_side: int
     """-1 or 1 where the batch is the smallest or largest of several, and so not known to be the best; else 0."""
     lr_side: int
-    """The same for the learning rate."""
+    """-1 or 1 where the learning rate is the lowest or highest of several; else 0."""
     points: int
     """Batch sizes × learning rates that were tried."""
     seeds: int
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of an architecture of a size costs, over the runs of its rows."""
+    """The cost of a training step of an architecture and size, over the runs of its rows."""
 
     architecture: str
     size: str
@@ -114,11 +114,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Result:
-    """What a study found."""
+    """The result of a study."""
 
     baseline: str
     complete: bool
-    """Whether every run has ended."""
+    """True if every run has ended."""
     verdicts: dict[str, str]
     """For each size a sentence on the best architecture at the largest budget."""
     rows: tuple[Row, ...]

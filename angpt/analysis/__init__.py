@@ -1,1 +1,1 @@
-"""What the paper measures inside of models, for any run: `angpt analyze`, and a function for each part."""
+"""What the paper measures inside models, for any run: `angpt analyze`, and a function for each part."""

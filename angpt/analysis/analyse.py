@@ -27,7 +27,7 @@ from angpt.training.plan import MICRO_TOKENS, rule_for
 from angpt.training.record import RunRecord
 
 PARTS = ("norms", "factors", "learned", "moments", "robustness", "attention")
-"""What can be asked of a run. `toy`, the examples of the paper's section 3, needs none."""
+"""Parts of an analysis. A further one, `toy` (the examples of the paper's section 3), needs no run."""
 
 TOKENS = 16_384
 """Validation tokens over which is averaged: the means are good to under 1 %, in seconds on a laptop."""
@@ -35,7 +35,7 @@ SHIFTED = 8
 """Each kind of unusual input gets this part of them."""
 
 Tick = Callable[[str, int, int], None]
-"""Hears of progress: the name of a run, tokens done, tokens in all."""
+"""Called with progress: the name of a run, tokens done, tokens in all."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RunAnalysis:
     architecture: str
     seed: int
     label: str
-    """How it is called in tables and figures, different for each run."""
+    """Name in tables and figures, different for each run."""
     step: int
     """Steps that the checkpoint has seen."""
     fingerprint: str
@@ -60,7 +60,7 @@ class RunAnalysis:
     measured_tokens: int
     """Validation tokens that were measured on, in each part that needs text."""
     loss: float | None
-    """On them."""
+    """Loss on the tokens measured."""
     norms: norms.Norms | None
     factors: tuple[FactorInTheWild, ...] | None
     learned: learned.Learned | None

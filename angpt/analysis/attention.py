@@ -24,7 +24,7 @@ class AttentionRows:
     first: int
     last: int
     rows: int
-    """How many were measured."""
+    """Number of rows measured."""
     norm: float | None
     """Mean of ‖a_r‖."""
     dense: float | None
@@ -38,7 +38,7 @@ class AttentionRows:
 @dataclass(frozen=True)
 class LayerAttention:
     layer: int
-    """From 1."""
+    """Number of the layer, from 1."""
     total: AttentionRows
     bins: tuple[AttentionRows, ...]
     """By r: 1, 2 to 3, 4 to 7, and so on."""

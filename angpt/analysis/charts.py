@@ -9,11 +9,10 @@ from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.history import History
 from angpt.analysis.norms import Norms
-from angpt.analysis.tables import number, span
 from angpt.present.charts import Absent, Chart, Row
 from angpt.present.layers import LayerHistory, layer_axis, layer_panels, values_of
 from angpt.present.style import FURTHER, GROUPS, Look, band, fold_legend, looks, panels, plain_log_axis, reference
-from angpt.present.words import quantity
+from angpt.present.words import number, quantity, span
 
 SHORT_DASHES: Any = (0, (3, 2))
 
@@ -28,7 +27,7 @@ def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
 
 
 def layer_histories(analysis: Analysis, part: str) -> list[LayerHistory]:
-    """What the runs recorded through training, for the figures that the report has as well."""
+    """The values of each layer that the runs recorded through training."""
     found = []
     for run in analysis.runs:
         measured = getattr(run, part)
@@ -138,7 +137,7 @@ def gamma(analysis: Analysis) -> Chart | Absent:
 
 
 def bound(analysis: Analysis) -> Chart | Absent:
-    """How many rows sit on the bound."""
+    """The share of rows on the bound."""
     title = "Rows on the bound"
     runs = [(run, run.norms) for run in analysis.runs if run.norms and any(r.constraint for r in run.norms.rows)]
     runs = [(run, found) for run, found in runs if any(r.constraint == "bound" for r in found.rows)]
@@ -181,7 +180,7 @@ LINES = {"k": SHORT_DASHES, "v": (0, (1, 1.5)), "z": SHORT_DASHES, "lerp_m": SHO
 
 
 def factors(analysis: Analysis) -> Chart | Absent:
-    """How far each factor is from what it stands for."""
+    """The distance of each factor from what it stands for."""
     title = "Factors in the wild"
     runs = [(run, run.factors) for run in analysis.runs if run.factors and any(f.off for f in run.factors)]
     if not runs:

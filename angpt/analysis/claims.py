@@ -1,4 +1,4 @@
-"""What the paper says about the inside of its models, and whether it holds for the runs at hand."""
+"""What the paper claims about its models, and whether that holds for the runs at hand."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import Norms
 from angpt.analysis.robustness import Robustness
-from angpt.analysis.tables import number, percent, span
 from angpt.present.tables import Strong, Table
+from angpt.present.words import number, percent, span
 from angpt.stats import correlation
 
 ORDER_ONE = 3.0

@@ -37,7 +37,7 @@ class Row:
 
     @property
     def matters(self) -> bool:
-        """Whether the function depends on the factor, beyond float64 rounding."""
+        """True if the function depends on the factor, beyond float64 rounding."""
         return self.effect > 1e-9
 
     @property
@@ -78,7 +78,7 @@ def activation(d: int, assumption: str, draws: int, rng: torch.Generator) -> Est
 
 
 def function_effects() -> dict[str, float]:
-    """How much the logits of a small float64 model move (relative to their size) when one factor is tripled."""
+    """The relative change of the logits of a small float64 model when one factor is tripled, for each factor."""
     cfg = ModelConfig(d_model=32, n_layers=2, n_heads=2, vocab_size=64, context=16)
     tokens = torch.randint(cfg.vocab_size, (2, cfg.context), generator=torch.Generator().manual_seed(0))
 

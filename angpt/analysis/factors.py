@@ -51,20 +51,20 @@ class FactorInTheWild:
     activation: str
     """A key of `ACTIVATIONS`."""
     layer: int
-    """From 1."""
+    """Number of the layer, from 1."""
     nu: float | None
     """The factor that the model applies; for ν(α), which is a vector, its effect on the length. None where the
     architecture has none."""
     measured: float | None
     """1/√E‖·‖² of the activation."""
     unit: float | None
-    """The same for inputs of the length that the derivation assumes; None for the activation function."""
+    """`measured` for inputs of the length that the derivation assumes; None for the activation function."""
     mean_inverse: float | None
     """E[1/‖·‖], what exact normalization would multiply with on average."""
     variation: float | None
     """Standard deviation of ‖·‖ over its mean."""
     off: float | None
-    """How long the activation is after its factor: ν · √E‖·‖², which should be 1."""
+    """Length of the activation after its factor: ν · √E‖·‖², which should be 1."""
     error: float | None
     """Relative distance of E[1/‖·‖] from 1/√E‖·‖²: what any constant in place of a norm costs, however well it is
     chosen. The paper tabulates it."""

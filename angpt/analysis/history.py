@@ -12,7 +12,7 @@ class History:
     steps: tuple[int, ...]
     tokens: tuple[int, ...]
     values: dict[str, tuple[tuple[float, ...], ...]]
-    """By name: for each time a value per layer."""
+    """By name, for each time, a value per layer."""
     once: tuple[str, ...]
     """Names of those that the model has once."""
 

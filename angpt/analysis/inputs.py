@@ -36,7 +36,7 @@ class TextSource:
     val: TokenData
     context: int
     vocab_size: int
-    """Of the model."""
+    """Vocabulary of the model."""
     mask_documents: bool = False
 
     @property
@@ -88,7 +88,7 @@ def as_batch(tokens: Tokens, eot: int | None = None) -> Batch:
 
 
 def token_counts(train: TokenData, vocab_size: int, limit: int = COUNTED) -> Tokens:
-    """How often each token occurs in the training text, or in blocks spread evenly over it where it is longer."""
+    """Occurrences of each token in the training text, or in blocks spread evenly over a longer one."""
     counts = np.zeros(vocab_size, np.int64)
     if train.tokens <= limit:
         blocks = [(start, min(BLOCK, train.tokens - start)) for start in range(0, train.tokens, BLOCK)]
@@ -146,7 +146,7 @@ def _longer(source: TextSource, times: int, tokens: int) -> Condition | Missing:
 
 
 def _written(source: TextSource, rows: int, rng: np.random.Generator) -> list[Condition | Missing]:
-    """What is written for the purpose, and so needs the tokenizer."""
+    """Conditions whose text is written here, and so needs the tokenizer."""
     names = ("whitespace", "German", "Russian")
     folder = source.train.path
     try:

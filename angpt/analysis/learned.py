@@ -19,7 +19,7 @@ class Spread:
     """The entries of a learned vector of one layer."""
 
     layer: int
-    """From 1."""
+    """Number of the layer, from 1."""
     mean: float
     size: float
     """Mean of the absolute values: anGPT leaves the sign of α free."""
@@ -39,7 +39,7 @@ class FrequencyBin:
     last: int
     tokens: int
     mean: float
-    """Of |s_z|."""
+    """Mean of |s_z|."""
     low: float
     """10 % of the tokens have a smaller |s_z|."""
     high: float
@@ -66,10 +66,10 @@ class LogitScale:
 @dataclass(frozen=True)
 class Learned:
     alpha: dict[str, tuple[Spread, ...]]
-    """α of attention and MLP by layer; empty where there is none."""
+    """α of attention and MLP by layer; empty where the model has no such scale."""
     alpha_start: float | None
     g: tuple[float, ...]
-    """Scale of the attention scores by layer; empty where there is none."""
+    """Scale of the attention scores by layer; empty where the model has no such scale."""
     g_start: float | None
     s_z: LogitScale | None
     history: History

@@ -30,7 +30,7 @@ class GroupMoments:
     early: float
     """Part of Σ_t V(m_t) that falls on the first tenth of the training; 0.1 if it is as restless throughout."""
     spread: float
-    """How much layers differ: standard deviation over mean of the layers' relative variances, averaged over time."""
+    """Difference between layers: standard deviation over mean of the layers' relative variances, averaged over time."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Moments:
 
 
 def measure(history: History, warmup: float) -> Moments | None:
-    """From the records of a run; None where it made none."""
+    """The moments that a run recorded; None if it recorded none."""
     if len(history.steps) < 2:
         return None
     groups = tuple(_group(name, values, history.steps) for name, values in history.values.items())

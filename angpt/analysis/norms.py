@@ -64,7 +64,7 @@ class RowNorms:
 
     group: str
     layer: int | None
-    """From 1; None for what the model has once."""
+    """Number of the layer, from 1; None for what the model has once."""
     mean: float
     std: float
     low: float
@@ -156,7 +156,7 @@ def gamma_norms(model: Decoder) -> dict[str, tuple[float, ...]]:
 
 @torch.no_grad()
 def row_norms(model: Decoder) -> tuple[RowNorms, ...]:
-    """Of every matrix, in the order of the model."""
+    """The row norms of every matrix, in the order of the model."""
     declared = model.constraints()
     found = []
     for name, weight in model.matrices().items():

@@ -1,4 +1,4 @@
-"""How far an analysis is, as a bar per run."""
+"""The progress of an analysis, as a bar per run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator["Tick"]:
-    """A function that hears of progress, and shows it while the context lasts."""
+    """A function to call with progress, which is shown while the context lasts."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),
         console=console, transient=True,

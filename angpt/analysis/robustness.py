@@ -21,9 +21,9 @@ class Shift:
     mean: float | None
     """Length of the residual stream, over tokens and all places: in front of each layer, and after the last."""
     std: float | None
-    """Over tokens, within a place: the root of the mean variance. How places differ is not in it."""
+    """Standard deviation over tokens within a place: the root of the mean variance, without differences of places."""
     stream: tuple[Stats, ...]
-    """In front of each layer, and after the last."""
+    """Lengths in front of each layer, and after the last."""
     change: float | None
     """The mean against that of text: the larger over the smaller, at least 1."""
     worst_layer: int | None
@@ -99,6 +99,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def factor(one: float | None, two: float | None) -> float | None:
-    """By what factor two lengths differ: the larger over the smaller."""
+    """The factor by which two lengths differ: the larger over the smaller."""
     found = ratio(one, two)
     return None if not found else max(found, 1 / found)

@@ -7,10 +7,10 @@ from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import looks_of
-from angpt.analysis.tables import number, percent
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import depth_bar, layer_lines
 from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
+from angpt.present.words import number, percent
 
 MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 
@@ -58,7 +58,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
 
 
 def robustness(analysis: Analysis) -> Chart | Absent:
-    """What unusual inputs do to the stream and to the loss."""
+    """Residual norms and loss on unusual inputs."""
     title = "Inputs unlike the training text"
     runs = [(run, run.robustness) for run in analysis.runs if run.robustness]
     if not runs:
@@ -117,7 +117,7 @@ def robustness(analysis: Analysis) -> Chart | Absent:
 
 
 def attention(analysis: Analysis) -> Chart | Absent:
-    """How far attention is from dense."""
+    """The distance of attention from dense attention."""
     title = "Row norms of the attention matrices"
     runs = [(run, run.attention) for run in analysis.runs if run.attention]
     if not runs:

@@ -1,4 +1,4 @@
-"""What was measured, as tables: for the terminal, for Markdown and for the page."""
+"""Tables of what was measured, for the terminal, for Markdown and for the page."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,40 +12,17 @@ from angpt.analysis.moments import Moments
 from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
 from angpt.analysis.robustness import Robustness, factor
 from angpt.present.tables import Table
-from angpt.present.words import label, quantity
+from angpt.present.words import NONE, label, number, percent, quantity, span
 
 T = TypeVar("T")
 Measured = Sequence[tuple[RunAnalysis, T]]
 """The runs that something was measured of, and what."""
-NONE = "–"
 GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """So many digits that count: 0.0502, 1.23, 45.6; thousands in full; 0 for what is only rounding."""
-    if value is None:
-        return NONE
-    if abs(value) < 1e-6:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
 
 
 def printed(value: float | None) -> str:
     """A number of the paper, which prints two decimals."""
     return NONE if value is None else f"{value:,.2f}"
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    return NONE if value is None else f"{100 * value:.{digits}f} %"
-
-
-def span(values: Sequence[float | None]) -> str:
-    """From the lowest to the highest, or the one value."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return NONE
-    low, high = number(min(known)), number(max(known))
-    return low if low == high else f"{low} to {high}"
 
 
 def places(layers: int) -> dict[str, int]:
@@ -299,11 +276,11 @@ MAKERS: tuple[tuple[str, Callable[[Any], Table]], ...] = (
     ("learned", learned), ("moments", moments), ("robustness", distribution_shift), ("robustness", robustness),
     ("attention", attention),
 )  # fmt: skip
-"""What each table is made of, and by."""
+"""The part of an analysis that each table shows, and the function that makes it."""
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """All tables that there is something for."""
+    """The tables for which something was measured."""
     found = []
     for part, make in MAKERS:
         if runs := [(run, measured) for run in analysis.runs if (measured := getattr(run, part))]:

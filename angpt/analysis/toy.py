@@ -71,7 +71,7 @@ class Growth:
     interpolated: Tensor
     """h + α (x − h), without a factor."""
     normalized: Tensor
-    """The same times ν(α)."""
+    """h + α (x − h), times ν(α)."""
 
 
 def residual_growth(layers: int, d: int, samples: int, alpha: float = ALPHA) -> Growth:
@@ -186,7 +186,7 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
 
 
 def write_figures(folder: Path) -> list[Path]:
-    """Both figures as PNG files."""
+    """Write both figures as PNG files, and return their paths."""
     from angpt.present.style import styled
 
     folder.mkdir(parents=True, exist_ok=True)

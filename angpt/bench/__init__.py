@@ -1,1 +1,1 @@
-"""How fast the parts are: training, data, optimizer, each measured in turns and against its floor."""
+"""Speed of training, data, optimizer and decoding, each measured in turns and against its floor."""

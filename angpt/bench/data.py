@@ -58,10 +58,10 @@ def _rate(seconds: Sequence[float], tokens: int) -> Interval:
     return median([tokens / s for s in seconds])
 
 
-def table(results: Sequence[Result]) -> Table:
+def tables(results: Sequence[Result]) -> list[Table]:
     columns = ("context", "sequences", "loader", "quartiles", "on the device", "quartiles")
     rows = [
         (str(r.context), str(r.rows), *between(r.loader.times(1e-6), ",.1f"), *between(r.delivered.times(1e-6), ",.1f"))
         for r in results
     ]
-    return Table(columns, rows, "Million tokens per second", left=())
+    return [Table(columns, rows, "Million tokens per second", left=())]

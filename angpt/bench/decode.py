@@ -39,19 +39,19 @@ class Result:
     token_ms: Interval
     """Time of a decode step, which gives one token to each row."""
     tokens_per_s: float
-    """Of all rows together."""
+    """Tokens per second of all rows together."""
     speed: Interval
-    """Over that of the first architecture with the same kind of step."""
+    """Time per token over that of the first architecture with the same kind of step."""
     floor_ms: float
     """Bytes of weights and cache that a step must read, over the measured bandwidth of a copy."""
     prefill_ms: Interval
     prefill_tokens_per_s: float
     first_token_s: float
-    """From an engine that does not exist to its second token: captures, and compiles where it has to."""
+    """Seconds from building the engine to its second token, with capture and compilation."""
     transformers_ms: Interval | None
     """Time of a step of transformers' `generate`, greedy, with its own cache."""
     over_transformers: Interval | None
-    """How many times faster a step is than that."""
+    """Time of a step of transformers over ours."""
 
 
 class DecodingModel:
@@ -73,7 +73,7 @@ class DecodingModel:
         self.first_token_s = time.perf_counter() - start
 
     def decode(self) -> None:
-        """From the first new token to the last."""
+        """Decode from the first new token to the last."""
         for tensor, value in self.begun:
             tensor.copy_(value)
         self.engine.made, self.engine.longest = 1, self.prompts.shape[1]
@@ -103,8 +103,10 @@ class Reference:
 
 
 def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
-    """What a step must read, on average over the new tokens: every weight but the embedding, of which a row for each
-    token, and the keys and values of the tokens before."""
+    """Bytes that a step must read, on average over the new tokens.
+
+    These are all weights, of the embedding one row per token, and the keys and values of the tokens before.
+    """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     weights -= (model.W_e.shape[0] - batch) * model.cfg.d_model * model.W_e.element_size()
     length = prompt + new_tokens / 2

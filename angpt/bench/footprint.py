@@ -1,4 +1,4 @@
-"""What a run needs of each GPU and of the links between them, on paper; docs/scaling.md has the tables."""
+"""Memory of each GPU and traffic between them that a run needs, computed from sizes; docs/scaling.md has the tables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ the attention's output, the two that go into each residual update, u and z, and 
 
 @dataclass(frozen=True)
 class MatrixCounts:
-    """What the size of a model means for memory and messages."""
+    """Sizes of a model that decide memory and traffic."""
 
     blocks: int
     """Entries of the matrices of all blocks."""
@@ -46,7 +46,7 @@ def matrix_counts(cfg: ModelConfig) -> MatrixCounts:
 
 
 def state_bytes(cfg: ModelConfig, strategy: Parallel | None, shards: int = 1) -> float:
-    """Of a GPU in one pass a step, for parameters, moments, gradients, and what FSDP gathers. Vectors are left out."""
+    """Bytes of parameters, moments, gradients and gathered shards on one GPU, in one pass per step, without vectors."""
     n = matrix_counts(cfg)
     if strategy != "fsdp":  # a copy in bf16, and its gradient
         return n.matrices * (FP32 + MOMENTS + BF16 + BF16)
@@ -58,39 +58,38 @@ def state_bytes(cfg: ModelConfig, strategy: Parallel | None, shards: int = 1) ->
 
 
 def activation_bytes(cfg: ModelConfig, tokens: int, recompute: bool = False) -> float:
-    """Of a GPU, for so many tokens in a forward pass."""
+    """Bytes of activations on one GPU for this many tokens in a forward pass."""
     layers = cfg.d_model * (BF16 * cfg.n_layers + KEPT if recompute else KEPT * cfg.n_layers)
     return tokens * (layers + BF16 * cfg.vocab_size)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the tables assume; the numbers are those of data sheets, less what is never reached."""
+    """The machine that the tables assume: numbers of data sheets, reduced to what is reached in practice."""
 
     gpus: int = 8
     flops: float = 0.5 * 989e12
-    """Of an H100 at an MFU of 50 %."""
+    """FLOP/s of an H100 at an MFU of 50 %."""
     inside: float = 350e9
     """Bytes per second that a GPU sends over NVLink (450 GB/s on paper)."""
     between: float = 40e9
-    """The same over the network, with an adapter of 400 Gbit/s for each GPU (50 GB/s on paper)."""
+    """Bytes per second over the network, with an adapter of 400 Gbit/s for each GPU (50 GB/s on paper)."""
     hop_inside: float = 1e-6
     """Seconds that a small message takes to the next GPU of the machine."""
     hop_between: float = 10e-6
-    """And to the next machine."""
+    """Seconds that a small message takes to the next machine."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a GPU sends in a step, in bytes to others of its machine and to other machines, and the time that is lost
-    with small messages on their way."""
+    """Bytes that a GPU sends in a step inside its machine and to other machines, and the latency of small messages."""
 
     inside: float
     between: float
     latency: float
 
     def seconds(self, machine: Machine) -> float:
-        """On the links, all of which work at the same time, if nothing else goes on."""
+        """Time on the links, which work in parallel, without overlap with compute."""
         return max(self.inside / machine.inside, self.between / machine.between) + self.latency
 
 

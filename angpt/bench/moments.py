@@ -50,10 +50,10 @@ def bench_moments(
     return results
 
 
-def table(results: Sequence[Result]) -> Table:
+def tables(results: Sequence[Result]) -> list[Table]:
     rows = [
         (r.architecture, f"{r.step_ms.mean:.2f}", f"{r.record_ms.mean:.3f}", *between(r.overhead.times(100), ".3f"))
         for r in results
     ]
     title = f"Recording Adam's first moment every {CLOSEST} steps"
-    return Table(("", "step ms", "record ms", "overhead %", "95 %"), rows, title)
+    return [Table(("", "step ms", "record ms", "overhead %", "95 %"), rows, title)]

@@ -84,11 +84,11 @@ def bench_optimizer(
     return results
 
 
-def table(results: Sequence[Result]) -> Table:
+def tables(results: Sequence[Result]) -> list[Table]:
     rows = []
     for r in results:
         speedup, ends = between(r.speedup, ".2f")
         cells = f"{r.torch_ms.mean:.2f}", f"{speedup}×", ends, f"{r.floor_ms:.2f}", f"{r.ours_ms.mean / r.floor_ms:.2f}"
         rows.append((r.architecture, *between(r.ours_ms, ".2f"), *cells))
     columns = ("", "ours", "quartiles", "PyTorch", "speed-up", "95 %", "floor", "÷ floor")
-    return Table(columns, rows, f"Optimizer step, {results[0].size}, ms")
+    return [Table(columns, rows, f"Optimizer step, {results[0].size}, ms")]

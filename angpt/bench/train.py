@@ -25,7 +25,7 @@ from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
 BATCHES = 32
-"""Of different tokens, before the first comes again."""
+"""Batches of different tokens before the first is repeated."""
 GROUPS = {
     "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention is made of CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What one architecture did in one case."""
+    """Measurements of one architecture in one case."""
 
     architecture: str
     size: str
@@ -67,18 +67,18 @@ class Result:
     context: int
     step_ms: Interval
     ratio: Interval
-    """To the first architecture."""
+    """Ratio of its step time to that of the first architecture."""
     tokens_per_s: float
     mfu: float
-    """Of the measured rate of a large matrix product."""
+    """Model FLOPs utilization, relative to the measured rate of a large matrix product."""
     memory_gib: float
     """Peak of this model and its step, without a CUDA graph; on the CPU that of the whole process."""
     graph: bool
-    """Whether a pass is a CUDA graph (see `training.recorded`)."""
+    """True if a pass is a CUDA graph (`fast.graphs`)."""
     rounds_ms: list[float]
     """Milliseconds per step of each round."""
     first_step_s: float
-    """From building the model to the end of its first step."""
+    """Seconds from building the model to the end of its first step."""
     parts_ms: dict[str, float]
     """Each timed apart and without a CUDA graph, the device idle in between; `constraint` is the part of `optimizer`
     that it adds."""

@@ -27,7 +27,7 @@ def analyze(
     tokens: int = 16_384,
     device: Device = "auto",
 ) -> None:
-    """Measure inside of trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
+    """Measure inside trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
 
     Args:
         runs: Run folders, or the folder of a study, of which one run per architecture and size is taken.

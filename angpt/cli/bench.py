@@ -1,18 +1,22 @@
 """The commands `angpt bench …`: parse, call, print."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.status import Status
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
-from angpt.present.tables import show
+from angpt.present.tables import Table, show
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 
 
@@ -49,7 +53,7 @@ def train(
         profile: Also show that many kernels that take most of a step.
         out: Also write the results as JSON.
     """
-    from angpt.bench.measure import positive, write_json
+    from angpt.bench.measure import positive
     from angpt.bench.train import Case, bench_train, tables
     from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth, peak_flops
@@ -67,17 +71,10 @@ def train(
         f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
         highlight=False,
     )
-    results = []
     compiled = where.type == "cuda" if compile == "auto" else compile == "on"
-    for case in chosen:
-        with console.status("") as status:
-            found = bench_train(
-                case, architectures, context, where, dtype, compiled, warmup, rounds, steps, profile,
-                lambda text, case=case: status.update(f"{case.size}, {case.rows} sequences: {text}"),  # type: ignore[misc]
-            )  # fmt: skip
-        show(console, *tables(found))
-        results += found
-        write_json(out, where, results)
+    options = (architectures, context, where, dtype, compiled, warmup, rounds, steps, profile)
+    measures = {f"{case.size}, {case.rows} sequences": partial(bench_train, case, *options) for case in chosen}
+    _measure(console, where, out, measures, tables)
     console.print(
         "Parts are timed apart, and without a CUDA graph; constraint is what it adds to the optimizer. MFU is of the\n"
         "matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
@@ -103,15 +100,13 @@ def optimizer(
         precision: Of the copies that the model computes with; bf16 on a GPU.
         out: Also write the results as JSON.
     """
-    from angpt.bench.measure import positive, write_json
-    from angpt.bench.optimizer import bench_optimizer, table
+    from angpt.bench.measure import positive
+    from angpt.bench.optimizer import bench_optimizer, tables
 
     positive(rounds=rounds)
     console, where = _start(device)
-    with console.status("measuring"):
-        results = bench_optimizer(size, architectures, where, _dtype(precision, where), rounds)
-    show(console, table(results))
-    write_json(out, where, results)
+    dtype = _dtype(precision, where)
+    _measure(console, where, out, {size: lambda _: bench_optimizer(size, architectures, where, dtype, rounds)}, tables)
 
 
 def moments(
@@ -134,8 +129,8 @@ def moments(
         precision: Of matrix products; bf16 on a GPU.
         out: Also write the results as JSON.
     """
-    from angpt.bench.measure import positive, write_json
-    from angpt.bench.moments import bench_moments, table
+    from angpt.bench.measure import positive
+    from angpt.bench.moments import bench_moments, tables
     from angpt.bench.train import Case
     from angpt.config import ModelConfig
 
@@ -143,11 +138,8 @@ def moments(
     chosen = Case.parse(case)
     configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
     console, where = _start(device)
-    with console.status("measuring"):
-        compiled = where.type == "cuda"
-        results = bench_moments(configs, chosen.rows, where, _dtype(precision, where), compiled, rounds)
-    show(console, table(results))
-    write_json(out, where, results)
+    options = (where, _dtype(precision, where), where.type == "cuda", rounds)
+    _measure(console, where, out, {case: lambda _: bench_moments(configs, chosen.rows, *options)}, tables)
 
 
 def data(
@@ -168,15 +160,13 @@ def data(
         device: Where batches go; the GPU if there is one.
         out: Also write the results as JSON.
     """
-    from angpt.bench.data import bench_data, table
-    from angpt.bench.measure import positive, write_json
+    from angpt.bench.data import bench_data, tables
+    from angpt.bench.measure import positive
 
     positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
     console, where = _start(device)
-    with console.status("measuring"):
-        results = bench_data(path, context, sequences, where, rounds)
-    show(console, table(results))
-    write_json(out, where, results)
+    measures = {str(path): lambda _: bench_data(path, context, sequences, where, rounds)}
+    _measure(console, where, out, measures, tables)
 
 
 def decode(
@@ -213,7 +203,7 @@ def decode(
     import importlib.util
 
     from angpt.bench.decode import bench_decode, tables
-    from angpt.bench.measure import positive, write_json
+    from angpt.bench.measure import positive
     from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth
 
@@ -228,16 +218,9 @@ def decode(
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
     if transformers and not reference:
         console.print("transformers is not installed: no reference", highlight=False)
-    results = []
-    for batch in batches:
-        with console.status("") as status:
-            found = bench_decode(
-                size, architectures, batch, steps, prompt, tokens, where, dtype, rounds, reference,
-                lambda text, batch=batch: status.update(f"{size}, {batch} rows: {text}"),  # type: ignore[misc]
-            )  # fmt: skip
-        show(console, *tables(found))
-        results += found
-        write_json(out, where, results)
+    options = (steps, prompt, tokens, where, dtype, rounds, reference)
+    measures = {f"{size}, {rows} rows": partial(bench_decode, size, architectures, rows, *options) for rows in batches}
+    _measure(console, where, out, measures, tables)
 
 
 def _start(device: Device) -> tuple[Console, "torch.device"]:
@@ -249,6 +232,29 @@ def _start(device: Device) -> tuple[Console, "torch.device"]:
     found = environment(where)
     console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)
     return console, where
+
+
+def _measure(
+    console: Console,
+    device: "torch.device",
+    out: Path | None,
+    measures: Mapping[str, Callable[[Callable[[str], None]], list[T]]],
+    tables: Callable[[list[T]], list[Table]],
+) -> None:
+    """Measure one case after the other, each with its name; show its tables, and write all results so far."""
+    from angpt.bench.measure import write_json
+
+    results: list[T] = []
+    for name, measure in measures.items():
+        with console.status(name) as status:
+            found = measure(partial(_update, status, name))
+        show(console, *tables(found))
+        results += found
+        write_json(out, device, results)
+
+
+def _update(status: Status, name: str, text: str) -> None:
+    status.update(f"{name}: {text}")
 
 
 def _dtype(precision: Precision, device: "torch.device") -> "torch.dtype":

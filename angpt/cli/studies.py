@@ -52,6 +52,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         """
         from rich.console import Console
 
+        from angpt.report import write_pages
         from angpt.studies.executor import Processes
         from angpt.studies.study import FILE, Study
 
@@ -67,7 +68,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         pool = Processes(default_workers() if workers is None else workers)
         result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
         _notes(console, study, result)
-        pages = _write_pages(study, result)
+        pages = write_pages(folder, result, folder, study.commands())
         shown = "".join(f"\nreport: {page}" for page in pages)
         console.print(f"\n{result.verdict}\n{shown}", highlight=False, soft_wrap=True)
 
@@ -160,13 +161,6 @@ def _notes(
         raise UserError(f"{study.folder}: {len(failures)} of {len(result.runs)} runs failed {advice}:{reasons}")
 
 
-def _write_pages(study: "Study", result: "Result", out: Path | None = None) -> list[Path]:
-    """Write the page of each size into the folder of the study, or into `out`."""
-    from angpt.report import write_pages
-
-    return write_pages(study.folder, result, out or study.folder, study.commands())
-
-
 def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     """How far a study is: the state of its runs, what is left, what failed and why, and the results so far.
 
@@ -246,7 +240,7 @@ def report(
     """
     from rich.console import Console
 
-    from angpt.report import write_report
+    from angpt.report import write_pages, write_report
     from angpt.studies.outcome import write_result
     from angpt.studies.study import FILE, Study
     from angpt.studies.summarise import summarise_runs
@@ -260,7 +254,7 @@ def report(
         target = out or study.folder
         target.mkdir(parents=True, exist_ok=True)
         write_result(result, target)
-        pages = _write_pages(study, result, out)
+        pages = write_pages(study.folder, result, target, study.commands())
     else:
         names = [Run.open(folder).config().model.architecture for folder in folders]
         chosen = baseline or ("gpt+" if "gpt+" in names else names[0])

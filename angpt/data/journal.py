@@ -1,4 +1,4 @@
-"""What is done of a prepared folder that is not complete: its recipe, then a line for each finished shard."""
+"""The journal of an unfinished folder: its recipe, then a line for each finished shard."""
 
 import dataclasses
 import json
@@ -11,25 +11,25 @@ from angpt.config import from_dict
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
 
-# Not .jsonl: the folder may be inside of a source, where it would be read as text.
+# Not .jsonl: if the folder is inside a source, that would be read as text.
 JOURNAL = "journal.log"
 
 CHANGED = {
     "source_digest": "the files of the source have changed since it was prepared",
-    "tokenizer_fingerprint": "the tokenizer is not the one that it was prepared with",
+    "tokenizer_fingerprint": "was prepared with another tokenizer",
 }
 
 
 @dataclass(frozen=True)
 class Journal:
-    """The finished shards of a folder, kept on disk as they are finished."""
+    """The finished shards of a folder; each is recorded on disk at once."""
 
     path: Path
     shards: dict[SplitName, list[Shard]]
 
     @classmethod
     def begin(cls, folder: Path, recipe: Recipe) -> "Journal":
-        """Go on where a run with the same recipe stopped, or start in a folder that is new or empty."""
+        """Continue an interrupted run with the same recipe, or start one in a new or empty folder."""
         path = folder / JOURNAL
         lines = _complete_lines(path)
         journal = cls(path, {split: [] for split in SPLITS})
@@ -41,7 +41,7 @@ class Journal:
             journal._append(dataclasses.asdict(recipe))
             return journal
         check_recipe(folder, from_dict(Recipe, json.loads(lines[0])), recipe)
-        path.write_text("".join(lines), encoding="utf-8")  # without the line that was being written
+        path.write_text("".join(lines), encoding="utf-8")  # drops an incomplete last line
         for line in map(json.loads, lines[1:]):
             journal.shards[line["split"]].append(from_dict(Shard, line["shard"]))
         return journal
@@ -49,9 +49,6 @@ class Journal:
     def add(self, split: SplitName, shard: Shard) -> None:
         self.shards[split].append(shard)
         self._append({"split": split, "shard": dataclasses.asdict(shard)})
-
-    def remove(self) -> None:
-        self.path.unlink()
 
     def _append(self, value: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -61,7 +58,7 @@ class Journal:
 
 
 def complete_index(folder: Path, recipe: Recipe) -> Index | None:
-    """The index of a folder that is complete, which must have the same recipe; None if there is work to do."""
+    """The index of a complete folder, which must have the same recipe; None if the folder is not complete."""
     if not (folder / INDEX).exists():
         return None
     index = Index.read(folder)
@@ -71,6 +68,7 @@ def complete_index(folder: Path, recipe: Recipe) -> Index | None:
 
 
 def check_recipe(folder: Path, there: Recipe, wanted: Recipe) -> None:
+    """Raise an error that names the first difference between two recipes."""
     for field in dataclasses.fields(Recipe):
         old, new = getattr(there, field.name), getattr(wanted, field.name)
         if old != new:
@@ -79,7 +77,6 @@ def check_recipe(folder: Path, there: Recipe, wanted: Recipe) -> None:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """All lines that end: a run that is killed may leave a part of one."""
-    if not path.exists():
-        return []
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    """The lines of a file without an incomplete last one, which a killed run may leave; none if there is no file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -1,16 +1,15 @@
-"""Batches as a pure function of (data, context, batch size, seed, step, rank, world).
+"""Batches as a pure function of (data, context, batch size, seed, step, rank, world size).
 
 The stream of tokens is cut into windows of `context` inputs and their targets. Each epoch visits every window once, in
-an order of its own; nothing is kept between steps, so that a run resumes at any step, on any number of ranks.
+its own random order. No state is kept between steps: a run resumes at any step, on any number of ranks.
 """
 
 import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import lru_cache
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -22,10 +21,11 @@ from angpt.data.shards import TokenData
 from angpt.errors import UserError
 
 ROUNDS = 6
+"""Rounds of the Feistel network in `permute`."""
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of splitmix64: a bijection of 64-bit words after which every bit depends on every bit."""
+    """The finalizer of splitmix64: a bijection of 64-bit words in which each output bit depends on all input bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -33,7 +33,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @lru_cache(maxsize=8)
 def round_keys(seed: int, epoch: int) -> tuple[NDArray[np.uint64], ...]:
-    """A key for each round of the permutation of an epoch."""
+    """One key per round of the permutation of an epoch."""
     keys = mix(np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     for word in (seed, epoch):
         keys = mix(keys + np.uint64(word % 2**64))
@@ -41,11 +41,11 @@ def round_keys(seed: int, epoch: int) -> tuple[NDArray[np.uint64], ...]:
 
 
 def permute(items: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Where a random permutation of [0, n) sends `items`, without a table of n entries.
+    """The images of `items` under a random permutation of [0, n), without a table of n entries.
 
-    A Feistel network on pairs (left, right) of a grid a × b ≥ n, with sums modulo a and b in place of the usual xor:
-    the grid has less than a ≈ sqrt(n) cells too many, so that a result outside of [0, n) is rare. It is sent through
-    the network again until it is inside, which keeps the map one-to-one.
+    A Feistel network on pairs (left, right) of a grid a × b ≥ n, with sums modulo a and b in place of the usual xor.
+    The grid has at most a ≈ sqrt(n) cells too many, so results outside [0, n) are rare; they pass through the network
+    again until they are inside (cycle walking), which keeps the map one-to-one.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
@@ -65,7 +65,7 @@ def permute(items: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[
 
 
 def count_windows(data: TokenData, context: int) -> int:
-    """Windows of `context` inputs in the data; the last token of each is the first of the next."""
+    """Number of windows of `context` inputs in the data; the last target of one is the first input of the next."""
     windows = (data.tokens - 1) // context
     if windows < 1:
         raise UserError(
@@ -76,7 +76,7 @@ def count_windows(data: TokenData, context: int) -> int:
 
 
 class Loader:
-    """Windows in random order, epoch after epoch; a step takes the next `batch` of them, over all ranks."""
+    """Windows in random order, epoch after epoch. A step takes the next `batch` windows, over all ranks."""
 
     def __init__(self, data: TokenData, context: int, batch: int, seed: int) -> None:
         self.data, self.context, self.batch_size, self.seed = data, context, batch, seed
@@ -89,7 +89,7 @@ class Loader:
     def batch(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
         """(batch / world, context + 1) tokens: the rank's slice of the global batch of a step."""
         if self.batch_size % world:
-            raise UserError(f"a batch of {self.batch_size} windows cannot be shared evenly by {world} ranks")
+            raise UserError(f"a batch of {self.batch_size} windows cannot be divided evenly among {world} ranks")
         size = self.batch_size // world
         positions = step * self.batch_size + rank * size + np.arange(size, dtype=np.int64)
         epochs, items = np.divmod(positions, self.windows)
@@ -105,7 +105,7 @@ def validation_batches(
 ) -> Iterator[NDArray[np.int64]]:
     """`max_windows` windows spread evenly over the data (all of them if None), in order; the last batch may be smaller.
 
-    Spread, because a validation split is a list of documents, and its first ones are not typical.
+    Spread, because the first documents of a validation split need not be typical.
     """
     windows = count_windows(data, context)
     chosen = windows if max_windows is None else min(windows, max_windows)
@@ -115,16 +115,16 @@ def validation_batches(
 
 
 IGNORED = -100
-"""A target that a loss does not count."""
+"""Target that the loss ignores."""
 
 
 class Batch(NamedTuple):
-    """A rank's part of a step, on the device, each (batch / world, context)."""
+    """A rank's share of a step, on the device; each tensor is (batch / world, context)."""
 
     inputs: Tensor
     targets: Tensor
     documents: Tensor | None
-    """Number of the document that each input belongs to, counted from 0 in each window."""
+    """Number of the document of each input, counted from 0 in each window."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         documents = None if self.documents is None else change(self.documents)
@@ -134,7 +134,7 @@ class Batch(NamedTuple):
         return self.map(lambda x: x[start:stop])
 
     def padded(self, rows: int) -> "Batch":
-        """With the last row repeated up to `rows`, not counted in a loss: compiled code is made for one shape."""
+        """The batch padded to `rows` with its last row, ignored by the loss: compiled code needs one shape."""
         count = len(self.inputs)
         if count >= rows:
             return self
@@ -144,15 +144,15 @@ class Batch(NamedTuple):
 
 
 def document_numbers(inputs: Tensor, eot: int) -> Tensor:
-    """End-of-text tokens before each token: one belongs to the document that it ends."""
+    """Number of the document of each token; an end-of-text token belongs to the document that it ends."""
     ends = (inputs == eot).long()
     return ends.cumsum(dim=1) - ends
 
 
 class Prefetcher:
-    """The batches of a loader from step `start` on, prepared by a thread while the device computes.
+    """Iterates over the batches of a loader from step `start` on; a thread prepares them while the device computes.
 
-    A context manager and an endless iterator. An error in the thread is raised where the batch is asked for.
+    A context manager; the iterator is endless. An error in the thread is raised by `next`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Prefetcher:
         depth: int = 3,
     ) -> None:
         self.loader, self.rank, self.world = loader, rank, world
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes the current one, which the thread must know
+        self.device = torch.empty(0, device=device).device  # resolves "cuda" to the current GPU
         self.eot = end_of_text(loader.data) if documents else None
         self._ready: queue.Queue[Batch | Exception] = queue.Queue(depth)
         self._stop = threading.Event()
@@ -184,28 +184,24 @@ class Prefetcher:
         if isinstance(batch, Exception):
             self.close()
             raise batch
-        # From pinned memory and on the stream of the consumer, which needs no further synchronisation.
+        # Copies from pinned memory on the consumer's stream need no further synchronisation.
         return batch.map(lambda x: x.to(self.device, non_blocking=True))
 
     def close(self) -> None:
-        """Stop the thread; batches that are ready are dropped."""
+        """Stop the thread and drop the batches that are ready."""
         self._stop.set()
         while self._thread.is_alive():
-            try:  # make room for a thread that waits with a full queue
+            with suppress(queue.Empty):  # the thread may be waiting for room in the queue
                 self._ready.get(timeout=0.01)
-            except queue.Empty:
-                continue
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _produce(self, step: int) -> None:
-        # Else pinning memory would open a context on the first device, in every rank.
+        # Otherwise pinning memory would create a CUDA context on the first GPU, in every rank.
         on_device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
             with on_device:
@@ -224,6 +220,7 @@ class Prefetcher:
 
 
 def end_of_text(data: TokenData) -> int:
+    """Id of the end-of-text token; an error for raw files."""
     if data.eot is None:
-        raise UserError(f"{data.path}: raw tokens do not say where documents end; use a folder that was prepared")
+        raise UserError(f"{data.path}: raw tokens do not say where documents end; use a prepared folder")
     return data.eot

@@ -1,12 +1,12 @@
 """Text → tokens on disk: read documents in order, tokenize them on all cores, write shards in order.
 
-The bytes written depend on the recipe alone, not on the number of workers nor on how often the run was interrupted.
+The bytes written depend on the recipe alone, not on the number of workers or on interruptions.
 """
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,18 +20,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
+from angpt.config import PrepareConfig
 from angpt.data.journal import Journal, complete_index
-from angpt.data.shards import (
-    FORMAT,
-    SPLITS,
-    TOKENIZER,
-    Index,
-    Recipe,
-    ShardWriter,
-    Split,
-    SplitName,
-    check_size,
-)
+from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, check_size
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
@@ -48,67 +39,56 @@ Documents = Callable[[], Iterator[tuple[SplitName, Piece]]]
 def prepare(
     names: tuple[str, ...],
     out: Path,
+    config: PrepareConfig | None = None,
     *,
-    tokenizer: str | None = None,
-    column: str = "text",
-    subset: str | None = None,
-    hub_split: str | None = None,
-    val_fraction: float | None = None,
-    seed: int = 0,
-    workers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
     console: Console | None = None,
 ) -> Index:
-    """Make the folder `out`, or finish it. One that is complete with the same recipe is left as it is."""
-    console = console or Console()
-    if workers is not None and workers < 1:
-        raise UserError(f"workers = {workers}: at least one is needed")
+    """Make or finish the prepared folder `out`. A folder that is complete with the same recipe is left as it is."""
+    config, console = config or PrepareConfig(), console or Console()
     default_tokenizer, default_fraction = STDLIB_DEFAULTS if names == ("stdlib",) else DEFAULTS
-    spec = tokenizer or default_tokenizer
-    fraction = default_fraction if val_fraction is None else val_fraction
-    if not 0 < fraction < 1:
-        raise UserError(f"--val-fraction must be between 0 and 1, not {fraction}")
-    source = open_source(names, column, subset, hub_split)
+    spec, fraction = config.tokenizer or default_tokenizer, config.val_fraction or default_fraction
+    source = open_source(names, config.column, config.subset, config.hub_split)
 
     def documents() -> Iterator[tuple[SplitName, Piece]]:
-        return with_splits(source.pieces(), fraction, seed)
+        return with_splits(source.pieces(), fraction, config.seed)
 
     check_documents(documents, names)
-    vocabulary = find_tokenizer(spec, out, documents)
+    tokenizer = find_tokenizer(spec, out, documents)
     recipe = Recipe(
         sources=names,
         source_digest=source.digest,
-        column=column,
-        subset=subset,
-        hub_split=hub_split,
+        column=config.column,
+        subset=config.subset,
+        hub_split=config.hub_split,
         tokenizer=Path(spec).name if Path(spec).exists() else spec,
-        tokenizer_fingerprint=fingerprint(vocabulary),
+        tokenizer_fingerprint=fingerprint(tokenizer),
         val_fraction=fraction,
-        seed=seed,
+        seed=config.seed,
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
         console.print(f"{out} is complete already", soft_wrap=True)
         return index
     journal = Journal.begin(out, recipe)
-    write_atomically(out / TOKENIZER, vocabulary.to_str())
-    write_shards(documents, vocabulary, journal, out, shard_bytes, workers or available_cores(), console)
+    write_atomically(out / TOKENIZER, tokenizer.to_str())
+    write_shards(documents, tokenizer, journal, out, shard_bytes, config.workers or available_cores(), console)
     index = Index(
         format=FORMAT,
-        dtype=dtype_name(vocabulary),
-        eot=end_of_text_id(vocabulary),
-        vocab_size=vocab_size(vocabulary),
+        dtype=dtype_name(tokenizer),
+        eot=end_of_text_id(tokenizer),
+        vocab_size=vocab_size(tokenizer),
         recipe=recipe,
         train=Split.of(journal.shards["train"]),
         val=Split.of(journal.shards["val"]),
     )
     index.write(out)
-    journal.remove()
+    journal.path.unlink()
     return index
 
 
 def check_documents(documents: Documents, names: tuple[str, ...]) -> None:
-    """Two documents at least, or splits of its own: else there is nothing to train or nothing to validate on."""
+    """Raise an error unless there are two documents, or splits of the source's own, to train and validate on."""
     wanted = " ".join(names)
     firsts = (piece for _, piece in documents() if piece.first)
     if (document := next(firsts, None)) is None:
@@ -118,7 +98,7 @@ def check_documents(documents: Documents, names: tuple[str, ...]) -> None:
 
 
 def find_tokenizer(spec: str, out: Path, documents: Documents) -> Tokenizer:
-    """The tokenizer that the folder has already, unless the user names a file (which may have changed)."""
+    """The tokenizer in the folder if it has one, unless the user names a file, which may have changed."""
     stored = out / TOKENIZER
     if stored.exists() and not Path(spec).exists():
         return load_tokenizer(stored)
@@ -131,30 +111,27 @@ def dtype_name(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
 
 @dataclass
 class Chunk:
-    """Consecutive text of one split and one shard, enough of it to be worth a task."""
+    """Consecutive text of one split and one shard, large enough to be one task of a worker."""
 
     split: SplitName
     texts: list[str] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
-    """Whether the document ends with the text."""
-    documents: int = 0
-    text_bytes: int = 0
-    replaced: int = 0
+    """For each text, True if its document ends there."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Counts of documents, text_bytes and replaced documents, as in `Shard`."""
     ends_shard: bool = False
 
     def add(self, piece: Piece) -> int:
-        """Take a piece in; its size in bytes."""
+        """Append a piece; returns its size in bytes."""
         size = len(piece.text.encode())
         self.texts.append(piece.text)
         self.ends.append(piece.last)
-        self.documents += piece.last
-        self.text_bytes += size
-        self.replaced += piece.last and piece.replaced
+        self.counts.update(documents=int(piece.last), text_bytes=size, replaced=int(piece.last and piece.replaced))
         return size
 
 
 def chunks(documents: Documents, finished: dict[SplitName, int], shard_bytes: int) -> Iterator[Chunk]:
-    """The text in order for each split, without the first `finished` documents. Shards end with a document."""
+    """The text of each split in order, without its first `finished` documents. Shards end with a document."""
     skip = dict(finished)
     current = {split: Chunk(split) for split in SPLITS}
     shard_size = dict.fromkeys(SPLITS, 0)
@@ -165,7 +142,7 @@ def chunks(documents: Documents, finished: dict[SplitName, int], shard_bytes: in
         chunk = current[split]
         shard_size[split] += chunk.add(piece)
         chunk.ends_shard = piece.last and shard_size[split] >= shard_bytes
-        if chunk.ends_shard or chunk.text_bytes >= CHUNK_BYTES:
+        if chunk.ends_shard or chunk.counts["text_bytes"] >= CHUNK_BYTES:
             yield chunk
             current[split] = Chunk(split)
         if chunk.ends_shard:
@@ -182,7 +159,7 @@ def write_shards(
     workers: int,
     console: Console,
 ) -> None:
-    """All shards that the journal does not have yet."""
+    """Write all shards that are not in the journal."""
     dtype = np.dtype(dtype_name(tokenizer)).newbyteorder("<")
     for shard in (shard for split in SPLITS for shard in journal.shards[split]):
         check_size(out / shard.file, shard.tokens * dtype.itemsize)
@@ -194,17 +171,17 @@ def write_shards(
             for chunk, tokens in results:
                 output.write(chunk, tokens)
                 meter.add(chunk, len(tokens))
-            output.finish()
+            output.finish(SPLITS)
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on from here")
+        console.print("interrupted; run the same command again to continue")
         raise
-    for split in SPLITS:
-        if not journal.shards[split]:
+    for split, shards in journal.shards.items():
+        if not shards:
             raise UserError(f"{out}: the source has no text for {split}; correct it, delete {out} and try again")
 
 
 class Output:
-    """The shards that are being written, one for each split."""
+    """The unfinished shard of each split."""
 
     def __init__(self, folder: Path, journal: Journal) -> None:
         self.folder, self.journal = folder, journal
@@ -222,21 +199,18 @@ class Output:
         if split not in self.writers:
             number = len(self.journal.shards[split])
             self.writers[split] = ShardWriter(self.folder / f"{split}-{number:05d}.bin")
-        self.writers[split].write(tokens, chunk.documents, chunk.text_bytes, chunk.replaced)
+        self.writers[split].write(tokens, chunk.counts)
         if chunk.ends_shard:
-            self._finish(split)
+            self.finish([split])
 
-    def finish(self) -> None:
-        for split in list(self.writers):
-            self._finish(split)
-
-    def _finish(self, split: SplitName) -> None:
-        self.journal.add(split, self.writers[split].finish())
-        del self.writers[split]
+    def finish(self, splits: Iterable[SplitName]) -> None:
+        for split in [split for split in splits if split in self.writers]:
+            self.journal.add(split, self.writers[split].finish())
+            del self.writers[split]
 
 
 def encode(tokenizer: Tokenizer, eot: int, dtype: np.dtype[Any], chunk: Chunk) -> NDArray[Any]:
-    """The tokens of a chunk, with an end-of-text after each document."""
+    """The tokens of a chunk, with an end-of-text token after each document."""
     encodings = tokenizer.encode_batch_fast(chunk.texts, add_special_tokens=False)
     ids = ([*e.ids, eot] if ends else e.ids for e, ends in zip(encodings, chunk.ends, strict=True))
     return np.concatenate([np.array(i, dtype) for i in ids])
@@ -245,9 +219,9 @@ def encode(tokenizer: Tokenizer, eot: int, dtype: np.dtype[Any], chunk: Chunk) -
 def encoded(
     chunks: Iterator[Chunk], encode: Callable[[Chunk], NDArray[Any]], workers: int
 ) -> Generator[tuple[Chunk, NDArray[Any]]]:
-    """Each chunk and its tokens, in order, with at most twice as many chunks in memory as there are workers.
+    """Each chunk and its tokens, in order, with about two chunks per worker in memory.
 
-    Threads are enough: the tokenizer lets go of the interpreter while it works.
+    Threads suffice: the tokenizer releases the GIL.
     """
     pending: deque[tuple[Chunk, Future[NDArray[Any]]]] = deque()
     with single_threaded_tokenizers(), ThreadPoolExecutor(workers) as pool:
@@ -262,7 +236,7 @@ def encoded(
 
 @contextmanager
 def single_threaded_tokenizers() -> Iterator[None]:
-    """A call of the tokenizer keeps to its own thread, so that `workers` says how many cores are used."""
+    """Turn off the threads of the tokenizers library, so that `workers` is the number of cores in use."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -275,7 +249,7 @@ def single_threaded_tokenizers() -> Iterator[None]:
 
 
 class Meter:
-    """Shows how far it is: a line that moves on a terminal, else a line now and then."""
+    """Shows progress: a live line on a terminal, otherwise a line every INTERVAL seconds."""
 
     INTERVAL = 10.0
 
@@ -284,7 +258,7 @@ class Meter:
         self.console = console
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("reading")
-        self.documents = self.text_bytes = self.tokens = 0
+        self.counts: Counter[str] = Counter()
         self.start = self.printed = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -296,17 +270,13 @@ class Meter:
         self.console.print(str(self), highlight=False, soft_wrap=True)
 
     def add(self, chunk: Chunk, tokens: int) -> None:
-        self.documents += chunk.documents
-        self.text_bytes += chunk.text_bytes
-        self.tokens += tokens
+        self.counts.update(chunk.counts, tokens=tokens)
         self.progress.update(self.task, description=str(self))
         if not self.console.is_terminal and time.monotonic() - self.printed > self.INTERVAL:
             self.printed = time.monotonic()
             self.console.print(str(self), highlight=False, soft_wrap=True)
 
     def __str__(self) -> str:
-        rate = self.tokens / max(time.monotonic() - self.start, 1e-9)
-        return (
-            f"{self.documents:,} documents, {self.text_bytes / 1e6:,.1f} MB, {self.tokens:,} tokens, "
-            f"{rate:,.0f} tokens/s"
-        )
+        tokens, megabytes = self.counts["tokens"], self.counts["text_bytes"] / 1e6
+        rate = tokens / max(time.monotonic() - self.start, 1e-9)
+        return f"{self.counts['documents']:,} documents, {megabytes:,.1f} MB, {tokens:,} tokens, {rate:,.0f} tokens/s"

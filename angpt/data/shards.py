@@ -1,4 +1,4 @@
-"""Tokens on disk: what a prepared folder holds, and one way to read it and the `.bin` files of nanoGPT and llm.c.
+"""Tokens on disk: the format of a prepared folder, and a reader for it and for the `.bin` files of nanoGPT and llm.c.
 
 A prepared folder has `train-00000.bin`, …, `val-00000.bin`, … (raw little-endian ids), `tokenizer.json` and
 `index.json`, which is written last: a folder that has one is complete.
@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -31,7 +32,7 @@ SPLITS: tuple[SplitName, ...] = ("train", "val")
 # llm.c and modded-nanogpt start their files with 256 int32: magic, version, number of tokens.
 LLMC_MAGIC, LLMC_VERSION, LLMC_HEADER_BYTES = 20240520, 1, 1024
 
-# A mapping keeps its file open, so that a corpus of ten thousand shards must not map them all at once.
+# A mapping keeps its file open; ten thousand shards at once would exceed the limit of open files.
 MAPPED_SHARDS = 256
 
 
@@ -51,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """The shards of a split and their sums."""
+    """The shards of a split and their totals."""
 
     documents: int
     tokens: int
@@ -62,23 +63,18 @@ class Split:
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Self:
-        return cls(
-            documents=sum(s.documents for s in shards),
-            tokens=sum(s.tokens for s in shards),
-            text_bytes=sum(s.text_bytes for s in shards),
-            replaced=sum(s.replaced for s in shards),
-            max_token=max(s.max_token for s in shards),
-            shards=tuple(shards),
-        )
+        names = ("documents", "tokens", "text_bytes", "replaced")
+        totals = {name: sum(getattr(shard, name) for shard in shards) for name in names}
+        return cls(**totals, max_token=max(shard.max_token for shard in shards), shards=tuple(shards))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which tokens a prepared folder holds: equal recipes give equal bytes."""
+    """Everything that determines the tokens of a prepared folder: equal recipes give equal bytes."""
 
     sources: tuple[str, ...]
     source_digest: str
-    """Of the names and sizes of all files read; of the name for a data set of the hub."""
+    """SHA-256 of the names and sizes of all files read, or of the name of a data set of the hub."""
     column: str
     subset: str | None
     hub_split: str | None
@@ -92,7 +88,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says."""
+    """The contents of `index.json`."""
 
     format: int
     dtype: Literal["uint16", "uint32"]
@@ -115,26 +111,28 @@ class Index:
         except (UserError, OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path}: cannot be read ({error}); delete the folder and prepare it again") from error
 
+    def split(self, name: SplitName) -> Split:
+        return self.train if name == "train" else self.val
+
     def write(self, folder: Path) -> None:
         write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
 class ShardWriter:
-    """Writes one shard under a temporary name; `finish` gives it its own."""
+    """Writes one shard under a temporary name; `finish` renames it to `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.file = self.part.open("wb")
         self.digest = hashlib.sha256()
-        self.tokens = self.documents = self.text_bytes = self.replaced = self.max_token = 0
+        self.counts: Counter[str] = Counter()
+        self.max_token = 0
 
-    def write(self, tokens: NDArray[Any], documents: int, text_bytes: int, replaced: int) -> None:
+    def write(self, tokens: NDArray[Any], counts: Counter[str]) -> None:
+        """Append tokens, and add their documents, text_bytes and replaced documents to the counts of the shard."""
         self.file.write(tokens.data)
         self.digest.update(tokens.data)
-        self.tokens += len(tokens)
-        self.documents += documents
-        self.text_bytes += text_bytes
-        self.replaced += replaced
+        self.counts.update(counts, tokens=len(tokens))
         self.max_token = max(self.max_token, int(tokens.max(initial=0)))
 
     def finish(self) -> Shard:
@@ -142,20 +140,13 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         self.file.close()
         self.part.replace(self.path)
-        return Shard(
-            file=self.path.name,
-            tokens=self.tokens,
-            documents=self.documents,
-            text_bytes=self.text_bytes,
-            replaced=self.replaced,
-            max_token=self.max_token,
-            sha256=self.digest.hexdigest(),
-        )
+        sha256 = self.digest.hexdigest()
+        return Shard(file=self.path.name, **self.counts, max_token=self.max_token, sha256=sha256)
 
 
 @dataclass(frozen=True)
 class BinFile:
-    """Where the tokens are in a file."""
+    """A file, and which of its bytes are tokens."""
 
     path: Path
     offset: int
@@ -171,9 +162,9 @@ class TokenData:
     files: tuple[BinFile, ...]
     dtype: np.dtype[Any]
     fingerprint: str
-    """Equal for equal data: of the checksums in the index, or of the size, head and tail of a raw file."""
+    """Equal for equal data: a hash of the checksums in the index, or of the size, head and tail of each raw file."""
     index: Index | None = None
-    """None for raw files, which say nothing about their tokens."""
+    """None for raw files, which have no index."""
 
     @classmethod
     def open(cls, path: str | Path, split: SplitName) -> Self:
@@ -190,30 +181,24 @@ class TokenData:
         index = Index.read(folder)
         check_tokenizer(folder / TOKENIZER, index.recipe.tokenizer_fingerprint)
         dtype = np.dtype(index.dtype).newbyteorder("<")
-        shards = (index.train if split == "train" else index.val).shards
+        shards = index.split(split).shards
         for shard in shards:
             check_size(folder / shard.file, shard.tokens * dtype.itemsize)
         identity = json.dumps([index.dtype, *(shard.sha256 for shard in shards)])
-        return cls(
-            path=folder,
-            split=split,
-            files=tuple(BinFile(folder / shard.file, 0, shard.tokens) for shard in shards),
-            dtype=dtype,
-            fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
-            index=index,
-        )
+        files = tuple(BinFile(folder / shard.file, 0, shard.tokens) for shard in shards)
+        return cls(folder, split, files, dtype, hashlib.sha256(identity.encode()).hexdigest(), index)
 
     @classmethod
     def _open_raw(cls, path: Path, split: SplitName) -> Self:
-        files = [_bin_file(file) for file in _raw_paths(path, split)]
+        files = tuple(_bin_file(file) for file in _raw_paths(path, split))
         digest = hashlib.sha256()
         for file in files:
             digest.update(_head_and_tail(file.path))
-        return cls(path=path, split=split, files=tuple(files), dtype=np.dtype("<u2"), fingerprint=digest.hexdigest())
+        return cls(path, split, files, np.dtype("<u2"), digest.hexdigest())
 
     @property
     def eot(self) -> int | None:
-        """Id of the end-of-text token, where it is known."""
+        """Id of the end-of-text token; None for raw files."""
         return None if self.index is None else self.index.eot
 
     @property
@@ -226,14 +211,14 @@ class TokenData:
 
     @property
     def text_bytes(self) -> int | None:
-        """Bytes of UTF-8 text that the tokens stand for."""
-        return None if self.index is None else self._counts(self.index).text_bytes
+        """Bytes of UTF-8 text that the tokens encode; None for raw files."""
+        return None if self.index is None else self.index.split(self.split).text_bytes
 
     @cached_property
     def max_token(self) -> int:
         """The largest id in the data; a raw file is read once for it."""
         if self.index is not None:
-            return self._counts(self.index).max_token
+            return self.index.split(self.split).max_token
         return max(int(self._shard(i).max()) for i in range(len(self.files)))
 
     @cached_property
@@ -241,7 +226,7 @@ class TokenData:
         return int(self._ends[-1])
 
     def part(self, start: int, stop: int) -> Self:
-        """Tokens start … stop − 1 as data of their own."""
+        """The tokens start … stop − 1 as a `TokenData`."""
         files = []
         for file, first, last in zip(self.files, self._starts.tolist(), self._ends.tolist(), strict=True):
             lower, upper = max(start, first), min(stop, last)
@@ -251,7 +236,7 @@ class TokenData:
         return dataclasses.replace(self, files=tuple(files), fingerprint=f"{self.fingerprint}[{start}:{stop}]")
 
     def read(self, start: int, length: int) -> NDArray[Any]:
-        """Tokens start … start + length − 1 of the stream."""
+        """The tokens start … start + length − 1 of the stream."""
         if not 0 <= start <= start + length <= self.tokens:
             raise IndexError(f"tokens {start} to {start + length} of {self.tokens}")
         parts = []
@@ -264,7 +249,7 @@ class TokenData:
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def gather(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Rows of `length` tokens from each of `starts`, as int64."""
+        """(len(starts), length) tokens: a row from each start."""
         out = np.empty((len(starts), length), np.int64)
         shards = np.searchsorted(self._ends, starts, side="right")
         inside = starts + length <= self._ends[shards]
@@ -272,7 +257,7 @@ class TokenData:
             rows = np.flatnonzero(inside & (shards == shard))
             windows = np.lib.stride_tricks.sliding_window_view(self._shard(shard), length)
             out[rows] = windows[starts[rows] - self._starts[shard]]
-        for row in np.flatnonzero(~inside):  # few: these cross from one file into the next
+        for row in np.flatnonzero(~inside):  # the few rows that cross from one file into the next
             out[row] = self.read(int(starts[row]), length)
         return out
 
@@ -286,31 +271,28 @@ class TokenData:
 
     @cached_property
     def _shard(self) -> Callable[[int], NDArray[Any]]:
-        """The tokens of a file by its number, mapped into memory when first asked for."""
+        """A function from the number of a file to its tokens, mapped into memory."""
 
         @lru_cache(maxsize=MAPPED_SHARDS)
         def mapped(number: int) -> NDArray[Any]:
             file = self.files[number]
-            # A plain array over the mapping: slicing an np.memmap costs several times as much.
+            # asarray, because slicing an np.memmap takes several times as long.
             return np.asarray(np.memmap(file.path, self.dtype, mode="r", offset=file.offset, shape=(file.tokens,)))
 
         return mapped
 
-    def _counts(self, index: Index) -> Split:
-        return index.train if self.split == "train" else index.val
-
 
 def check_tokenizer(path: Path, fingerprint: str) -> None:
-    """A folder is of use with its own tokenizer only; the fingerprint is the checksum of the file."""
+    """Raise an error unless the tokenizer's file has this fingerprint, its SHA-256."""
     if not path.exists():
-        raise UserError(f"{path}: is missing; bring it back or prepare the data again")
+        raise UserError(f"{path}: is missing; restore it or prepare the data again")
     if hashlib.sha256(path.read_bytes()).hexdigest() != fingerprint:
         raise UserError(f"{path}: is not the tokenizer that the tokens were made with; prepare the data again")
 
 
 def check_size(path: Path, expected: int) -> None:
     if not path.exists():
-        raise UserError(f"{path}: the shard is missing; bring it back, or delete the folder and prepare it again")
+        raise UserError(f"{path}: the shard is missing; restore it, or delete the folder and prepare it again")
     if (size := path.stat().st_size) != expected:
         raise UserError(
             f"{path}: has {size:,} bytes and should have {expected:,}; delete the folder and prepare it again"
@@ -318,7 +300,7 @@ def check_size(path: Path, expected: int) -> None:
 
 
 def _raw_paths(path: Path, split: SplitName) -> list[Path]:
-    """The `.bin` files of a split: `train.bin`, or all of `*_train_*.bin` in the order of their names."""
+    """The `.bin` files of a split: `train.bin`, or all of `*_train_*.bin` sorted by name."""
     if path.is_file():
         other: SplitName = "val" if split == "train" else "train"
         file = path.with_name(path.name.replace(other, split))
@@ -337,8 +319,7 @@ def _raw_paths(path: Path, split: SplitName) -> list[Path]:
 
 def _bin_file(path: Path) -> BinFile:
     size = path.stat().st_size
-    with path.open("rb") as file:
-        header = np.frombuffer(file.read(LLMC_HEADER_BYTES)[: 4 * (min(size, LLMC_HEADER_BYTES) // 4)], "<i4")
+    header = np.fromfile(path, "<i4", LLMC_HEADER_BYTES // 4)
     if len(header) == LLMC_HEADER_BYTES // 4 and header[0] == LLMC_MAGIC:
         if header[1] != LLMC_VERSION:
             raise UserError(f"{path}: llm.c format version {header[1]}; only version {LLMC_VERSION} can be read")
@@ -346,12 +327,12 @@ def _bin_file(path: Path) -> BinFile:
         check_size(path, LLMC_HEADER_BYTES + 2 * tokens)
         return BinFile(path, LLMC_HEADER_BYTES, tokens)
     if size == 0 or size % 2:
-        raise UserError(f"{path}: {size:,} bytes are no sequence of uint16 tokens; the file is empty or cut off")
+        raise UserError(f"{path}: {size:,} bytes are not a sequence of uint16 tokens; the file is empty or truncated")
     return BinFile(path, 0, size // 2)
 
 
 def _head_and_tail(path: Path) -> bytes:
-    """A cheap identity of a large file: its size, its first and its last MiB."""
+    """The size of a file, its first and its last MiB: identifies a large file without reading all of it."""
     size, length = path.stat().st_size, 1 << 20
     with path.open("rb") as file:
         head = file.read(length)

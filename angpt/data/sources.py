@@ -1,7 +1,7 @@
-"""Where text comes from: the standard library of Python, local files and folders, data sets of the Hugging Face hub.
+"""Sources of text: the standard library of Python, local files and folders, data sets of the Hugging Face hub.
 
-A source yields documents in an order that never changes, cut into small pieces, so that the memory needed does
-not grow with the corpus nor with a document in a plain text file.
+A source yields documents in a fixed order, cut into small pieces: memory does not grow with the corpus, nor with the
+size of a plain text file.
 """
 
 import contextlib
@@ -18,16 +18,17 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from angpt.data.shards import SplitName
 from angpt.errors import UserError, nearest
 
-PIECE_BYTES = 256 << 10  # a tokenizer needs some 200 times as much while it works on a piece
+PIECE_BYTES = 256 << 10  # a tokenizer needs about 200 times as much memory
 PLAIN, TABLES = (".txt", ".md", ".py"), (".jsonl", ".parquet")
 COMPRESSIONS = (".gz", ".xz", ".zst")
+KNOWN = f"known: {' '.join(PLAIN + TABLES)}, also with {', '.join(COMPRESSIONS)}"
 SPLIT_NAMES: dict[str, SplitName] = {"train": "train", "val": "val", "valid": "val", "validation": "val"}
 
 
@@ -38,9 +39,9 @@ class Piece(NamedTuple):
     first: bool
     last: bool
     replaced: bool
-    """Invalid UTF-8 was replaced in it."""
+    """True if invalid UTF-8 was replaced in the document so far."""
     split: SplitName | None
-    """The split that the data set itself puts the document in; None if it has no splits."""
+    """Split of the document in the data set itself; None if the data set has no splits."""
 
 
 class Source(Protocol):
@@ -48,13 +49,13 @@ class Source(Protocol):
 
     @property
     def digest(self) -> str:
-        """Changes when the source does, as far as that can be seen without reading it."""
+        """Hash that changes when the source does, as far as that is visible without reading it."""
 
     def pieces(self) -> Iterator[Piece]: ...
 
 
 def open_source(names: tuple[str, ...], column: str, subset: str | None, hub_split: str | None) -> Source:
-    """What the names on the command line stand for: `stdlib`, `hf:NAME`, or paths of files and folders."""
+    """The source for the names on the command line: `stdlib`, `hf:NAME`, or paths of files and folders."""
     alone = [name for name in names if name == "stdlib" or name.startswith("hf:")]
     if len(names) != 1 and (alone or not names):
         raise UserError(f"give stdlib, one hf:NAME, or any number of files and folders, not {' '.join(names)!r}")
@@ -65,9 +66,8 @@ def open_source(names: tuple[str, ...], column: str, subset: str | None, hub_spl
     return FileSource(_stdlib_files() if alone else _listed_files(names), column)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A file, and its name relative to what the user named."""
+class Entry(NamedTuple):
+    """A file, and its name relative to the folder that the user gave."""
 
     name: str
     path: Path
@@ -106,7 +106,7 @@ class FileSource:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set of the hub, streamed. Its own validation split is used where there is one."""
+    """A data set of the hub, streamed. Its own validation split is used if it has one."""
 
     name: str
     column: str
@@ -126,20 +126,17 @@ class HubSource:
     def _stream(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
-        except Exception as error:  # the network's, after datasets has tried again several times
-            raise UserError(
-                f"hf:{self.name}: broke off ({_line(error)}); the same command goes on from here"
-            ) from error
+        except Exception as error:  # network errors, after datasets has retried several times
+            raise UserError(f"hf:{self.name}: broke off ({_line(error)}); run the command again to continue") from error
 
     @cached_property
     def _splits(self) -> Sequence[tuple[SplitName | None, Iterable[dict[str, Any]]]]:
         datasets = _optional("datasets", f"hf:{self.name}")
         try:
             found = datasets.load_dataset(self.name, self.subset, split=self.hub_split, streaming=True)
-        except Exception as error:  # the hub has many ways to fail, and all of them are for the user to see
-            raise UserError(
-                f"hf:{self.name}: cannot be loaded ({_line(error)}); check the name, the subset and the network"
-            ) from error
+        except Exception as error:  # the hub raises many kinds
+            advice = "check the name, the subset and the network"
+            raise UserError(f"hf:{self.name}: cannot be loaded ({_line(error)}); {advice}") from error
         if self.hub_split is not None:
             return [(None, found)]
         own = [(SPLIT_NAMES[name], rows) for name, rows in found.items() if name in SPLIT_NAMES]
@@ -151,6 +148,7 @@ class HubSource:
 
 
 def _line(error: Exception) -> str:
+    """The first line of an error's message."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
@@ -158,63 +156,56 @@ def _stdlib_files() -> list[Entry]:
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = (path for path in root.rglob("*.py") if not left_out.intersection(path.relative_to(root).parts))
-    return _sorted(Entry(path.relative_to(root).as_posix(), path) for path in files)
+    return _sorted(root, files)
 
 
 def _listed_files(names: tuple[str, ...]) -> list[Entry]:
     entries: list[Entry] = []
     for path in map(Path, names):
         if path.is_dir():
-            inside = (file for file in path.rglob("*") if file.is_file() and _kind(file))
-            entries += _sorted(Entry(file.relative_to(path).as_posix(), file) for file in inside)
+            entries += _sorted(path, (file for file in path.rglob("*") if file.is_file() and _kind(file)))
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder (a data set of the hub is written hf:NAME)")
         elif not _kind(path):
-            raise UserError(
-                f"{path}: unknown kind of file; known: {' '.join(PLAIN + TABLES)}, also with .gz, .xz, .zst"
-            )
+            raise UserError(f"{path}: unknown kind of file; {KNOWN}")
         else:
             entries.append(Entry(path.name, path))
     if not entries:
-        raise UserError(
-            f"{' '.join(names)}: no text files here; known: {' '.join(PLAIN + TABLES)}, also with .gz, .xz, .zst"
-        )
-    own = [Entry(entry.name, entry.path, split) for entry in entries if (split := _own_split(entry.name))]
+        raise UserError(f"{' '.join(names)}: no text files here; {KNOWN}")
+    own = [entry._replace(split=split) for entry in entries if (split := _own_split(entry.name))]
     return own if {entry.split for entry in own} == {"train", "val"} else entries
 
 
-def _sorted(entries: Iterable[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: entry.name)
+def _sorted(folder: Path, files: Iterable[Path]) -> list[Entry]:
+    """Entries for the files of a folder, in the order of their names."""
+    return sorted(Entry(file.relative_to(folder).as_posix(), file) for file in files)
 
 
 def _own_split(name: str) -> SplitName | None:
-    """train.jsonl.xz, train/…, and train-00000-of-00002.parquet are a data set's own train split; so for val."""
-    first = name.split("/")[0]
-    match = re.fullmatch(r"([a-z]+)([-_]\d[^.]*)?(\..*)?", first)
+    """The split of files such as train.jsonl.xz, train/x.txt and train-00000-of-00002.parquet; None for others."""
+    match = re.fullmatch(r"([a-z]+)([-_]\d[^.]*)?(\..*)?", name.split("/")[0])
     return SPLIT_NAMES.get(match[1]) if match else None
 
 
 def _kind(path: Path) -> str:
-    """The suffix that says what is in a file, whatever its compression; empty if it is not one we read."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        suffixes.pop()
-    return suffixes[-1] if suffixes and suffixes[-1] in PLAIN + TABLES else ""
+    """The suffix of a file without that of its compression; empty if it is not one that can be read."""
+    suffix = (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
+    return suffix if suffix in PLAIN + TABLES else ""
 
 
 def _decompressed(path: Path) -> IO[bytes]:
     openers: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _open_zstd}
-    return openers[suffix](path) if (suffix := path.suffix.lower()) in openers else path.open("rb")
+    return openers.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path)
 
 
 def _open_zstd(path: Path) -> IO[bytes]:
-    # Not the package zstandard: it takes the end of a truncated file for the end of the text.
+    # Not the package zstandard, which reads a truncated file without an error.
     arrow = _optional("pyarrow", path)
     return io.BufferedReader(arrow.CompressedInputStream(arrow.OSFile(str(path)), "zstd"))
 
 
 def _optional(package: str, wanted_by: object) -> Any:
-    """A package that only some sources need."""
+    """Import a package that only some sources need."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -239,29 +230,26 @@ def _jsonl_rows(file: IO[bytes], path: Path, column: str) -> Iterator[tuple[str,
 def _parquet_rows(file: IO[bytes], path: Path, column: str) -> Iterator[tuple[str, bool]]:
     arrow, parquet = _optional("pyarrow", path), _optional("pyarrow.parquet", path)
     with contextlib.ExitStack() as stack:
-        if path.suffix.lower() in COMPRESSIONS:  # parquet is read from its end, a compressed stream only forwards
+        if path.suffix.lower() in COMPRESSIONS:  # parquet needs random access, which a compressed stream lacks
             plain = stack.enter_context(tempfile.TemporaryFile())
             shutil.copyfileobj(file, plain)
             file = plain
         try:
             table = parquet.ParquetFile(file, pre_buffer=False)
-            if column not in table.schema_arrow.names:
-                raise UserError(
-                    f"{path}: has no column {column!r} (--column): {nearest(column, table.schema_arrow.names)}"
-                )
-            number = 0
-            for batch in table.iter_batches(batch_size=128, columns=[column]):
-                for value in batch.column(0).cast(arrow.large_binary()).to_pylist():
-                    number += 1
-                    if value is None:
-                        raise UserError(f"{path}, row {number}: column {column!r} is null; remove the row")
-                    yield _decode(value)
+            if column not in (names := table.schema_arrow.names):
+                raise UserError(f"{path}: has no column {column!r} (--column): {nearest(column, names)}")
+            batches = table.iter_batches(batch_size=128, columns=[column])
+            values = (value for batch in batches for value in batch.column(0).cast(arrow.large_binary()).to_pylist())
+            for number, value in enumerate(values, 1):
+                if value is None:
+                    raise UserError(f"{path}, row {number}: column {column!r} is null; remove the row")
+                yield _decode(value)
         except arrow.ArrowException as error:
             raise UserError(f"{path}: cannot be read as text in parquet ({error}); is the file complete?") from error
 
 
 def _text_of(row: Any, column: str, where: str) -> tuple[str, bool]:
-    """The text of a row, and whether something in it is no Unicode and was replaced."""
+    """The text of a row, and True if invalid Unicode in it was replaced."""
     if not isinstance(row, dict) or column not in row:
         names = f" (--column): {nearest(column, row)}" if isinstance(row, dict) else ""
         raise UserError(f"{where}: has no column {column!r}{names}")
@@ -270,13 +258,13 @@ def _text_of(row: Any, column: str, where: str) -> tuple[str, bool]:
         raise UserError(f"{where}: column {column!r} holds {type(text).__name__}, not text; correct or remove it")
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+    except UnicodeEncodeError:  # JSON can hold half of a surrogate pair
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
     return text, False
 
 
 def _decode(raw: bytes) -> tuple[str, bool]:
-    """The text, and whether invalid UTF-8 in it was replaced."""
+    """The text, and True if invalid UTF-8 in it was replaced."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
@@ -284,7 +272,7 @@ def _decode(raw: bytes) -> tuple[str, bool]:
 
 
 def _cut(text: str, replaced: bool, split: SplitName | None) -> Iterator[Piece]:
-    """The pieces of a document that is in memory."""
+    """The pieces of a document in memory."""
     if len(text) < PIECE_BYTES // 4:
         yield Piece(text, True, True, replaced, split)
     else:
@@ -292,7 +280,7 @@ def _cut(text: str, replaced: bool, split: SplitName | None) -> Iterator[Piece]:
 
 
 def _plain_pieces(file: IO[bytes], split: SplitName | None, replaced: bool = False) -> Iterator[Piece]:
-    """The pieces of a document that is read as it comes."""
+    """The pieces of a document in a file, read one at a time."""
     first, rest, ends = True, b"", False
     while not ends:
         block = rest + file.read(PIECE_BYTES - len(rest))
@@ -305,9 +293,9 @@ def _plain_pieces(file: IO[bytes], split: SplitName | None, replaced: bool = Fal
 
 
 def _cut_before_space(block: bytes) -> int:
-    """Where the last white space starts: no byte-level tokenizer joins tokens there, so that a cut changes none.
+    """Start of the last white space, where a cut changes no token of a byte-level tokenizer.
 
-    In a block without white space the cut is before its last character.
+    In a block without white space, the start of the last character.
     """
     space = max(block.rfind(b" "), block.rfind(b"\n"))
     cut = len(block[: max(space, 0)].rstrip())
@@ -317,10 +305,10 @@ def _cut_before_space(block: bytes) -> int:
 
 
 def with_splits(pieces: Iterable[Piece], val_fraction: float, seed: int) -> Iterator[tuple[SplitName, Piece]]:
-    """Each piece with its split: the data set's own, else a random sample of the documents, by their number alone.
+    """Each piece with its split: the data set's own, or a random one that depends on the document's number alone.
 
-    Of a data set without splits, the first document goes to val and the second to train, so that neither is empty.
-    Documents without any text are left out.
+    Without splits of its own, the first document goes to val and the second to train, so that neither is empty.
+    Empty documents are left out.
     """
     threshold = int(val_fraction * 2**64)
     number, sampled = -1, False

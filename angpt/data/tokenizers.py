@@ -1,6 +1,7 @@
-"""Tokenizers: a file, a name on the Hugging Face hub, plain bytes, or a byte-level BPE trained on the spot."""
+"""Tokenizers: from a file, from the Hugging Face hub, plain bytes, or a byte-level BPE trained on the text."""
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from angpt.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 TRAIN_BYTES = 50_000_000
-"""Text from which a BPE is trained; more changes few merges and costs memory."""
+"""Amount of text that a BPE is trained on; more changes few merges and costs memory."""
 
 
 def load_tokenizer(spec: str | Path, train_texts: Iterable[str] = ()) -> Tokenizer:
-    """A tokenizer from what the user wrote: `bytes`, `bpe:N`, a file or folder, else a name on the hub.
+    """The tokenizer that `spec` names: `bytes`, `bpe:N` (trained on `train_texts`), a file or folder, else a hub name.
 
-    Its vocabulary is used as it is: text is never cut nor padded, and the name of a special token inside of a document
-    is text as any other, so that an end-of-text token is always the end of a document.
+    Text is never truncated or padded, and the name of a special token inside a document is ordinary text, so that an
+    end-of-text token is always the end of a document.
     """
     tokenizer = _load(str(spec), train_texts)
     tokenizer.no_truncation()
@@ -29,6 +30,7 @@ def load_tokenizer(spec: str | Path, train_texts: Iterable[str] = ()) -> Tokeniz
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 of the tokenizer's file."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
@@ -41,13 +43,13 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
-    """The largest id plus one, which is more than the number of entries where ids are left out."""
+    """The largest id plus one, which exceeds the number of entries if ids are skipped."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
     if spec == "bytes":
-        return _bytes()
+        return _byte_tokenizer()
     if spec.startswith("bpe:"):
         return _train_bpe(spec, train_texts)
     path = Path(spec)
@@ -67,36 +69,25 @@ def _from_file(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{path}: is not a file of the package tokenizers ({error})") from error
+        raise UserError(f"{path}: is not a tokenizer.json of the package tokenizers ({error})") from error
 
 
-def _bytes() -> Tokenizer:
-    """256 bytes, whose id is their value, and end-of-text."""
-    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    _make_byte_level(tokenizer)
+def _byte_tokenizer() -> Tokenizer:
+    """256 bytes, whose ids are their values, and end-of-text."""
+    # Byte-level tokenizers write a printable byte as its character and the others as the characters from 256 on.
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = itertools.count(256)
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = _byte_level(models.BPE(vocab=vocab, merges=[]))
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return tokenizer
-
-
-def _byte_symbols() -> Iterator[str]:
-    """The character by which byte-level tokenizers write each byte: itself if it can be seen, else one from 256 on."""
-    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = 256
-    for byte in range(256):
-        if byte in visible:
-            yield chr(byte)
-        else:
-            yield chr(hidden)
-            hidden += 1
 
 
 def _train_bpe(spec: str, texts: Iterable[str]) -> Tokenizer:
     size = spec.removeprefix("bpe:")
     if not size.isdecimal() or int(size) < 257:
         raise UserError(f"tokenizer {spec!r}: write bpe:N with N of at least 257 (256 bytes and end-of-text)")
-    tokenizer = Tokenizer(models.BPE())
-    _make_byte_level(tokenizer)
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=int(size),
         special_tokens=[END_OF_TEXT],
@@ -107,12 +98,15 @@ def _train_bpe(spec: str, texts: Iterable[str]) -> Tokenizer:
     return tokenizer
 
 
-def _make_byte_level(tokenizer: Tokenizer) -> None:
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
+    """The first texts, until they have `limit` bytes."""
     for text in texts:
         yield text
         limit -= len(text.encode())

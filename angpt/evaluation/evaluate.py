@@ -30,8 +30,8 @@ from angpt.evaluation.results import (
     LossResult,
     Results,
     TaskResult,
-    number,
     read_results,
+    with_error,
     write_results,
 )
 from angpt.evaluation.scoring import Model, Progress, score
@@ -85,7 +85,7 @@ class How:
 
 
 class Display:
-    """What a person sees of it: lines, and a bar in a terminal."""
+    """Output for a person: lines, and a progress bar in a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -122,7 +122,7 @@ class Evaluator:
             return self.subject.load(self.how.device, self.how.dtype)
 
     def save(self, change: Callable[[Results], Results] = lambda results: results) -> None:
-        """Add to what is in the folder now, where another process may have added something of its own."""
+        """Apply a change to the results in the folder, to which another process may have added since they were read."""
         there = read_results(self.subject.path)
         same = there is not None and there.model.weights == self.subject.model.weights
         self.results = change(there if there is not None and same else self.results)
@@ -203,7 +203,7 @@ class Evaluator:
         return scores
 
     def known(self, task: Task, origin: Origin) -> bool:
-        """Whether there is a result of this task, of these weights, on this data."""
+        """True if there is a result of this task, of these weights, on this data."""
         old = self.results.task(task.name)
         return old is not None and old.origin == origin and self.how.accepts(old.scored.precision)
 
@@ -226,7 +226,7 @@ class Evaluator:
         if scored.windowed and metric != "word_perplexity":  # for which that is the rule
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
         of = "" if origin.limit is None else f" of {built.task.samples:,}"
-        value = number((result.value, result.stderr))
+        value = with_error((result.value, result.stderr))
         self.display.note(f"  {origin.task}: {metric} {value} over {requests.samples:,}{of} samples{notes}")
 
 

@@ -140,8 +140,10 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> dict[str, list[int]]:
 
 
 def standard_error(metric: str, value: float, samples: Sequence[Any]) -> float:
-    """Of a mean; or, for a metric exp(−Σ log-probabilities / Σ weights), of that: by the delta method, as the ratio of
-    two sums over documents."""
+    """The standard error of a mean, or of a metric exp(−Σ log-probabilities / Σ weights).
+
+    The latter is by the delta method, as the ratio of two sums over documents.
+    """
     if metric == "acc":
         terms, weight, slope = [float(s) - value for s in samples], 1.0, 1.0
     else:

@@ -1,4 +1,4 @@
-"""What came out of an evaluation: `eval/results.json` in the folder of the model, and the table that people read."""
+"""Results of an evaluation: `eval/results.json` in the folder of the model, and a table for the terminal."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ FOLDER, RESULTS, SCORES = "eval", "results.json", "scores"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Which model: enough to tell it from others where its weights are not at hand."""
+    """Identity of a model, to tell it from others without its weights."""
 
     name: str
     kind: str
@@ -34,13 +34,13 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Over all windows of a split, as in training."""
+    """Loss over all windows of a split, as in training."""
 
     data: str
     """The folder."""
     split: str
     fingerprint: str
-    """Of its tokens."""
+    """Fingerprint of its tokens."""
     limit: int | None
     """Windows to which the split was cut; None: all of them."""
     windows: int
@@ -49,7 +49,7 @@ class LossResult:
     loss: float
     """Mean, in nats per token."""
     stderr: float | None
-    """Of the loss, over windows."""
+    """Standard error of the loss over windows."""
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float | None
@@ -119,7 +119,7 @@ class Line:
     label: str
     metric: str
     higher: bool
-    """Whether more is better."""
+    """True if more is better."""
     samples: str
     values: tuple[tuple[float, float | None] | None, ...]
     """Value and standard error of each model; None where it was not evaluated, or on something else."""
@@ -159,11 +159,11 @@ def lines(models: Sequence[Results]) -> list[Line]:
 
 
 FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
-"""How numbers up to a size are written."""
+"""Formats of numbers up to a size."""
 
 
-def number(value: tuple[float, float | None] | None) -> str:
-    """0.2562 ± 0.0102."""
+def with_error(value: tuple[float, float | None] | None) -> str:
+    """A value with its standard error: 0.2562 ± 0.0102."""
     if value is None:
         return "–"
     mean, stderr = value
@@ -178,7 +178,7 @@ def show(models: Sequence[Results], console: Console) -> None:
             line.label,
             f"{line.metric} {'↑' if line.higher else '↓'}",
             line.samples,
-            *(tables.Strong(number(v)) if i == line.best else number(v) for i, v in enumerate(line.values)),
+            *(tables.Strong(with_error(v)) if i == line.best else with_error(v) for i, v in enumerate(line.values)),
         )
         for line in lines(models)
     ]

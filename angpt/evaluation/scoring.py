@@ -27,7 +27,7 @@ class Model:
 
     states: Callable[[Tensor, Tensor | None], Tensor]
     """Tokens (B, T) → (B, T, d), causal. The second argument (B, T), where there is one, numbers the document of each
-    token and keeps attention inside of it."""
+    token and keeps attention inside it."""
     head: Callable[[Tensor], Tensor]
     """(N, d) → logits (N, V), in fp32 or wider."""
     vocab_size: int
@@ -137,7 +137,7 @@ def score(
 def _score_batch(
     model: Model, batch: Sequence[Row]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Of every target token of a batch: its request, its log-probability, and whether it is the likeliest."""
+    """Every target token of a batch: its request, its log-probability, and whether it is the likeliest."""
     tokens = np.zeros((len(batch), len(batch[0].inputs)), np.int64)  # padded at the end, where nothing looks at it
     looked: list[tuple[int, int, int, int]] = []  # row, column, token that follows, request
     for number, row in enumerate(batch):

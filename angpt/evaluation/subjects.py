@@ -34,9 +34,9 @@ class Subject:
     load: Load
     tokenizer_path: Path | None
     data: Path | None
-    """What it was trained on, where that is known."""
+    """Training data, where it is known."""
     mask_documents: bool
-    """It was trained with attention inside of documents only."""
+    """It was trained with attention inside documents only."""
 
     def tokenizer(self, given: str | None) -> Tokenizer:
         """The one that the user names, else the model's own."""
@@ -118,14 +118,14 @@ def of_folded(model: Folded) -> Model:
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
         if documents is not None:
-            raise UserError("a folded model cannot keep attention inside of documents; evaluate the run in its place")
+            raise UserError("a folded model cannot keep attention inside documents; evaluate the run in its place")
         return model.stream(tokens)
 
     return Model(states, model.head, model.cfg.vocab_size, model.device)
 
 
 def _elsewhere(path: Path) -> Load:
-    """For a model of which only answers are here."""
+    """A model of which only the answers are available."""
 
     def load(device: torch.device, dtype: torch.dtype) -> Model:
         raise UserError(

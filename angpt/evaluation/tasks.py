@@ -21,10 +21,10 @@ class Task:
     """A task, with the metric that the table shows and the number of documents that it must have."""
 
     name: str
-    """In the harness, and for `--tasks`."""
+    """Name in the harness and for `--tasks`."""
     label: str
     metric: str
-    """As the harness names it."""
+    """Name of the metric in the harness."""
     samples: int
     split: Literal["validation", "test"]
     folder: str
@@ -50,7 +50,7 @@ TASKS = {
         Task("mmlu", "MMLU", "acc", 14_042, "test", "mmlu", "mmlu/default/_mmlu.yaml"),
     )
 }
-"""In the order of the paper's table, which has all of them but ARC-Challenge."""
+"""Tasks in the order of the paper's table, which has all of them but ARC-Challenge."""
 
 PAPER = tuple(name for name in TASKS if name != "arc_challenge")
 
@@ -65,7 +65,7 @@ def choose(names: Sequence[str]) -> list[Task]:
 
 
 def is_benchmarks(path: Path) -> bool:
-    """Whether a folder holds the data of any task."""
+    """True if a folder holds the data of any task."""
     return any((path / task.folder).is_dir() for task in TASKS.values())
 
 
@@ -84,7 +84,7 @@ def local_files(task: Task, data: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def data_digest(task: Task, data: Path | None) -> str:
-    """Of the contents of a task's files; `hub` where they come from there."""
+    """Digest of the contents of a task's files; `hub` where they come from there."""
     if data is None:
         return "hub"
     found = {

@@ -1,4 +1,4 @@
-"""What counts as parameters and as compute: with or without embedding, head and attention, and in whose words."""
+"""What counts as parameters and as compute: with or without embedding, head and attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class Sample:
 
 
 def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list[str]]:
-    """Of the cells of one architecture; where several differ in batch, rate or other settings, the best of them."""
+    """The sample of one architecture: at each size and budget the cell with the best batch, rate and other settings."""
     n, per_token = counting.of(cells)
     tokens = _column(cells, "tokens")
     loss = np.array([cell.log_loss for cell in cells])

@@ -37,9 +37,9 @@ class Minima:
     log_tokens: Floats
     log_loss: Floats
     rank: Ints
-    """Of the best model size among all."""
+    """Rank of the best model size among all."""
     variance: tuple[Floats, Floats]
-    """Of the slope at the vertex and of the log loss there, in units of that of the log losses; see isoflop.Vertex."""
+    """Variance of slope and log loss at the vertex, in units of that of the log losses; see `isoflop.Vertex`."""
     reach: Floats
     """Half of the range of log sizes that were tried at this compute."""
     edge: NDArray[np.int8]
@@ -49,8 +49,9 @@ class Minima:
 
 
 class Bins:
-    """Where each curve (a model size, or a single run) has a value, and from which of its points that follows; the
-    points' losses are given later, as often as one likes.
+    """The bins in which each curve (a model size, or a single run) has a value, and the points that it follows from.
+
+    The losses of the points are an argument of `minima`.
 
     Entries are sorted by bin and size. A pair is a size in a bin; it has several entries where it has several curves.
     """
@@ -155,7 +156,7 @@ def _first_lowest(values: Floats, starts: Ints, lengths: Ints) -> Ints:
 
 
 def between(edge: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """Which minima count: those off the edges, in the range of compute in which the edges are not the rule.
+    """The minima that count: those off the edges, in the range of compute where most are off the edges.
 
     Where noise decides between the smallest model and the next, the bins that the next one wins are a choice of high
     errors. So the range begins where interior minima below it and edge ones above it are fewest together, and ends
@@ -180,7 +181,7 @@ class Frontier:
     blocks: int
     """Independent points that the laws were fitted to."""
     optimal: bool
-    """Whether the minima are optima. If not, L(C) is that of the best runs made, and an upper bound."""
+    """True if the minima are optima; if not, L(C) is that of the best runs made, an upper bound."""
     notes: tuple[str, ...]
 
 
@@ -239,7 +240,7 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
 
 
 def independent(grid: Bins, minima: Minima, chosen: NDArray[np.bool_], curves: bool) -> float | None:
-    """How many steps from run to run the minima span; None where no value is shared between bins.
+    """The number of steps from run to run that the minima span; None where no value is shared between bins.
 
     Noise within a run's curve is that of the run: there a step is from one best size to the next.
     """

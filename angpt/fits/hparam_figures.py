@@ -14,7 +14,7 @@ from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.present.charts import Absent, Chart
 from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, log_ticks, looks, panels
-from angpt.present.words import label, listed, quantity
+from angpt.present.words import bracketed, label, listed, quantity
 
 EXCESS = 3.0
 """Per cent above the best loss from which grid points are drawn alike."""
@@ -60,7 +60,7 @@ def sweeps(fit: HparamFit) -> Chart:
         "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima."
         + ("" if len(shown) == len(fit.sizes) else f" Shown are {len(shown)} of {len(fit.sizes)} models."),
         alt=f"Loss against learning rate in {len(shown)} panels, one per model. {found} of {total} sweeps have a "
-        "minimum inside of their grid.",
+        "minimum inside their grid.",
         columns=("architecture", "parameters", "batch_tokens", "lr", "loss", "best_lr", "best_loss", "problem"),
         rows=tuple(
             (
@@ -97,7 +97,7 @@ def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -
 
 
 def _loss_range(size: SizeFit) -> tuple[float, float]:
-    """All of the minima and what is near them; losses far above would flatten them."""
+    """The range of the loss axis: all minima and what is near them; losses far above would flatten them."""
     losses = [x for s in size.sweeps for x in s.losses]
     if not losses:
         return 0.0, 1.0
@@ -112,7 +112,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
     title = "Trends of batch size and learning rate"
     names = list(dict.fromkeys(size.architecture for size in fit.sizes))
     if not fit.trends:
-        return Absent(title, "No architecture has two sizes with an optimum inside of their grids.")
+        return Absent(title, "No architecture has two sizes with an optimum inside their grids.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(names), narrow, columns=2, height=3.1)
@@ -159,9 +159,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
 
 def law_text(law: PowerLaw, variable: str) -> str:
     """Prefactor and exponent with its interval."""
-    slope = law.slope
-    within = "" if slope.low is None or slope.high is None else f" [{slope.low:.3f}, {slope.high:.3f}]"
-    return f"{law.prefactor.mean:.4g}·{variable}^{slope.mean:.3f}{within}".replace("-", "−")
+    return f"{law.prefactor.mean:.4g}·{variable}^{bracketed(law.slope, '.3f')}".replace("-", "−")
 
 
 def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: str, color: str) -> PathCollection:
@@ -187,7 +185,7 @@ def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: s
 
 
 def _apart(values: Sequence[float]) -> list[float]:
-    """At most eight of the values, evenly."""
+    """At most eight of the values, evenly spaced."""
     step = math.ceil(len(values) / 8)
     return list(values[::step])
 

@@ -1,8 +1,8 @@
-"""How the best batch size and learning rate move with the size of the model: the two-stage interpolation of the paper.
+"""The best batch size and learning rate as functions of model size: the two-stage interpolation of the paper.
 
 For each model size and batch size, the log loss over the log rate is interpolated and minimised; then the minima over
-the log batch size likewise, and the rate is read off the interpolated curve of the best rates. A minimum on the edge of
-its grid is none: it is flagged with what to try, and is left out of the laws B*(N) and lr*(N).
+the log batch size likewise, and the rate is read off the interpolated curve of the best rates. A minimum at the edge of
+its grid does not count: it is flagged with what to try, and is left out of the laws B*(N) and lr*(N).
 """
 
 import math
@@ -27,7 +27,7 @@ END = {-1: "low", 1: "high"}
 
 @dataclass(frozen=True)
 class Minimum:
-    """Of the first stage: over the rates at one batch size."""
+    """The minimum over the rates at one batch size (first stage)."""
 
     lr: float
     loss: float
@@ -37,7 +37,7 @@ class Minimum:
 
 @dataclass(frozen=True)
 class Optimum:
-    """Of the second stage: over the batch sizes at one model size."""
+    """The optimum over the batch sizes at one model size (second stage)."""
 
     batch_tokens: float
     lr: float
@@ -56,7 +56,7 @@ class Sweep:
     """Rates at which a run diverged."""
     minimum: Minimum | None
     problem: str | None
-    """Why there is no minimum inside of the grid."""
+    """Why there is no minimum inside the grid."""
 
     def curve(self) -> Curve | None:
         """log loss over log lr, for figures."""
@@ -77,12 +77,12 @@ class SizeFit:
     problem: str | None
     """Why there is no optimum."""
     flags: tuple[str, ...]
-    """What a reader should know of the optimum."""
+    """Remarks on the optimum."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What the law of the other sizes says of one, over what was found there."""
+    """The prediction for one size by the law of the others, divided by what was found there."""
 
     parameters: float
     batch_tokens: Interval
@@ -133,7 +133,7 @@ def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
             )
             continue
         if len(optima) < 2:
-            notes.append(f"{label(architecture)}: {_count(len(optima))} with an optimum inside of its grid: no law")
+            notes.append(f"{label(architecture)}: {_count(len(optima))} with an optimum inside its grid: no law")
             continue
         if len(optima) == 2:
             notes.append(f"{label(architecture)}: two sizes with an optimum fix the law, but leave no interval")
@@ -212,7 +212,7 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
 
     if len(usable) < 3:
         return refused(
-            f"{len(usable)} of {len(sweeps)} batch sizes have a best rate inside of their grid, three are needed: no "
+            f"{len(usable)} of {len(sweeps)} batch sizes have a best rate inside their grid, three are needed: no "
             "optimum"
         )
     batches, losses = [math.log(batch) for batch, _ in usable], [math.log(m.loss) for _, m in usable]

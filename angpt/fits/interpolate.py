@@ -24,7 +24,7 @@ class Curve:
     x: Floats
     y: Floats
     center: int
-    """Of the parabola, where it is one."""
+    """Index of the middle point, where the curve is a parabola."""
 
     @classmethod
     def through(cls, x: ArrayLike, y: ArrayLike, center: int) -> "Curve":

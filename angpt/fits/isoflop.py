@@ -24,7 +24,7 @@ SAME = 0.02
 SCATTER = 0.15
 """Standard deviation of minima about their law, in half ranges of the sizes tried, up to which a law is given."""
 WINDOW = 4.0
-"""Sizes within this factor of the best one shape the parabola; far from it the loss is none."""
+"""Sizes within this factor of the best one shape the parabola; far from it the loss is not parabolic."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class Vertex:
     tokens: float
     loss: float
     variance: tuple[float, float]
-    """Of the slope and of the log loss here, in units of that of a run's log loss. The vertex moves by the slope over
-    twice the bend; the bend is left out of the weights, since a level that noise makes seem sharp would count more."""
+    """Variance of the slope and of the log loss here, in units of that of a run's log loss.
+
+    The vertex moves by the slope over twice the bend; the bend is left out of the weights, since a level that noise
+    makes seem sharp would count more.
+    """
     coefficients: tuple[float, float, float]
-    """Of log loss over the logarithm of size over `center`: constant, slope, bend."""
+    """Constant, slope and bend of the log loss as a function of log(size / center)."""
     center: float
     support: tuple[float, float]
     """The smallest and largest size that shaped it."""
@@ -106,7 +109,7 @@ def fit_isoflop(sample: Sample) -> IsoFlop | str:
 
 
 def _problems(levels: Sequence[Level]) -> list[str]:
-    """Which levels are not used, and why."""
+    """Notes on the levels that are not used, with the reason."""
     reasons: dict[str, list[str]] = {}
     for level in levels:
         if level.problem is not None:
@@ -126,9 +129,9 @@ def bent(ends: tuple[float, float]) -> str:
 
 
 def scattered(off: Floats, reach: Floats) -> str | None:
-    """Why minima that lie so far `off` their law say little, where the sizes tried reach so far to either side.
+    """The reason to refuse a law from which minima lie this far `off`, given the `reach` of the sizes, or None.
 
-    A minimum cannot be found outside of the sizes tried. Where noise spreads minima over much of that range, the range
+    A minimum cannot be found outside the sizes tried. Where noise spreads minima over much of that range, the range
     cuts off the largest errors, and the law follows the sizes that were chosen rather than the best ones.
     """
     part = float(np.std(off)) / float(np.median(reach))
@@ -173,7 +176,7 @@ def fit_level(runs: Sample, slope: float) -> Level:
     (bend, linear, constant), inverse = np.polyfit(x, y[near], 2, cov="unscaled")
     step = -linear / (2 * bend) if bend > 0 else math.inf
     if not x[0] < step < x[-1]:
-        return dataclasses.replace(level, problem="the losses have no minimum inside of the sizes tried")
+        return dataclasses.replace(level, problem="the losses have no minimum inside the sizes tried")
     # The slope and the loss at the vertex as functions of (bend, linear, constant).
     of_slope, of_loss = np.array([2 * step, 1.0, 0.0]), np.array([step**2, step, 1.0])
     vertex = Vertex(

@@ -1,4 +1,4 @@
-"""What a fit says, for people and for programs: tables in the terminal, JSON in a file, figures in a folder."""
+"""The results of a fit: tables for the terminal, JSON in a file, figures in a folder."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
-from angpt.present.words import label, quantity
+from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -46,7 +46,7 @@ def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Cha
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: no arrays, no classes, null for what is not finite."""
+    """A value in the types of JSON: no arrays, no classes, null for what is not finite."""
     if isinstance(value, PowerLaw):
         return plain(value.summary())
     if isinstance(value, Interval):
@@ -116,12 +116,10 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
 
 
 def estimate_text(value: Interval, form: str = ".4f") -> str:
-    """0.4663 [0.4512, 0.4801]; what has vanished is 0."""
-    if 0 < abs(value.mean) < 1e-12:
-        value = Interval(0.0, value.low, value.high)
-    if value.low is None or value.high is None:
-        return f"{value.mean:{form}} (no interval)".replace("-", "−")
-    return f"{value.mean:{form}} [{value.low:{form}}, {value.high:{form}}]".replace("-", "−")
+    """An estimate with its interval, 0.4663 [0.4512, 0.4801]; below 1e-12 it is 0."""
+    if abs(value.mean) < 1e-12:
+        value = dataclasses.replace(value, mean=0.0)
+    return bracketed(value, form) + (" (no interval)" if value.low is None else "")
 
 
 def hparam_tables(fit: HparamFit) -> list[Table]:

@@ -50,7 +50,7 @@ def predict(theta: Floats, n: Floats, d: Floats) -> tuple[Floats, Floats]:
 
 
 def jacobian(shares: Floats, n: Floats, d: Floats) -> Floats:
-    """Of log L̂ with respect to the five parameters: (R, 5, points)."""
+    """The Jacobian of log L̂ with respect to the five parameters: (R, 5, points)."""
     return np.stack([shares[0], shares[1], shares[2], -shares[1] * n, -shares[2] * d], axis=1)
 
 
@@ -90,7 +90,7 @@ def minimise(theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps
 
 
 def starts(n: Floats, d: Floats, y: Floats) -> Floats:
-    """From each exponent and share of the irreducible loss, with A and B by least squares."""
+    """Starting points: each exponent and share of the irreducible loss, with A and B by least squares."""
     loss = np.exp(y)
     found = []
     for share in (0.05, 0.5, 0.8, 0.95):
@@ -125,7 +125,7 @@ class Parametric:
         return self.points - len(NAMES)
 
     def estimate(self, values: Floats) -> Interval:
-        """Of a function of the parameters, given its values for all rows of `theta`."""
+        """The estimate of a function of the parameters, given its values for all rows of `theta`."""
         return bootstrap_interval(values, self.freedom)
 
     def parameters(self) -> dict[str, Interval]:
@@ -137,17 +137,17 @@ class Parametric:
 
     @property
     def reducible(self) -> bool:
-        """Whether E is not told apart from zero."""
+        """True if E cannot be told apart from zero."""
         e = self.parameters()["E"]
         return (e.mean if e.low is None else e.low) < NO_LOSS
 
     def exponents(self) -> dict[str, Floats]:
-        """Of N_opt(C), of D_opt(C), and of L(C) − E, for all rows."""
+        """The exponents of N_opt(C), D_opt(C) and L(C) − E, for all rows."""
         a, b, gamma = self.theta[:, 3], self.theta[:, 4], self.scale[1]
         return {"parameters": b / (a + gamma * b), "tokens": a / (a + gamma * b), "loss": -a * b / (a + gamma * b)}
 
     def log_prefactors(self) -> dict[str, Floats]:
-        """Logarithms of those of N_opt(C) and D_opt(C), which are their values at C = 1, for all rows."""
+        """Logarithms of the prefactors of N_opt(C) and D_opt(C), their values at C = 1, for all rows."""
         n, d, _ = self.log_optimum(0.0)
         return {"parameters": n, "tokens": d}
 
@@ -188,7 +188,7 @@ def bootstrap_interval(values: Floats, freedom: float) -> Interval:
 
 
 def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: float | None = None) -> Parametric | str:
-    """The law, or why there is none."""
+    """The law, or the reason why there is no law."""
     sizes, budgets = len(np.unique(sample.parameters)), len(np.unique(sample.tokens))
     if len(sample) < 6 or sizes < 3 or budgets < 3:
         return (

@@ -58,7 +58,7 @@ class PowerLaw:
         return self.center + distance, error
 
     def summary(self) -> dict[str, Any]:
-        """For JSON."""
+        """The law as fields of a JSON file."""
         return {
             "prefactor": self.prefactor,
             "exponent": self.slope,
@@ -70,7 +70,10 @@ class PowerLaw:
 
 
 def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> PowerLaw:
-    """By least squares of log y on log x, at least two different x. Weights are relative inverse variances."""
+    """A power law by least squares of log y on log x, with at least two different x.
+
+    Weights are relative inverse variances.
+    """
     u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
     w = np.ones_like(u) if weights is None else np.asarray(weights, float) / np.mean(np.asarray(weights, float))
     center = float(np.average(u, weights=w))

@@ -32,7 +32,7 @@ COLUMNS = {
     "flops": "training FLOPs of the run, for --count given",
     "run": "name of the run; rows of the same run are points of its curve, that with the most tokens its end",
 }
-"""What a CSV file may have."""
+"""Columns of a CSV file, with their meaning."""
 
 REQUIRED = ("parameters", "tokens", "loss")
 POSITIVE = ("parameters", "tokens", "batch_tokens", "lr", "embedding_parameters", "head_parameters", "flops")
@@ -51,7 +51,7 @@ class Record:
     parameters: float
     tokens: float
     loss: float
-    """At the end; NaN if the run diverged."""
+    """Final loss; NaN if the run diverged."""
     status: Status = "finished"
     batch_tokens: float | None = None
     lr: float | None = None
@@ -66,7 +66,7 @@ class Record:
 
     @property
     def point(self) -> tuple[object, ...]:
-        """What runs that differ in the seed alone have in common."""
+        """The settings that runs share which differ in the seed alone."""
         return self.architecture, self.parameters, self.tokens, self.batch_tokens, self.lr, self.settings
 
 
@@ -85,7 +85,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class RunTable:
-    """What a fit reads."""
+    """The runs that a fit reads, averaged over seeds."""
 
     cells: tuple[Cell, ...]
     diverged: tuple[Record, ...]

@@ -18,7 +18,7 @@ RULES = Path(plan.__file__).with_name("rules.toml")
 
 
 def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
-    """Put the laws into the file of rules at `path`, or into a copy of the package's if there is none; what was done.
+    """Write the laws into the file of rules at `path`, which starts as a copy of the package's; a line for each law.
 
     A law replaces rate, batch and the exponents on the side of the anchor that has models of the fit; beyond them, an
     exponent that was there stays.

@@ -30,7 +30,7 @@ QUANTITIES = {"loss": "L(C)", "parameters": "N_opt(C)", "tokens": "D_opt(C)"}
 
 @dataclass(frozen=True)
 class Options:
-    """How the laws are fitted."""
+    """Options of the fit."""
 
     counting: Counting
     curves: bool = False
@@ -49,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True)
 class ArchitectureFit:
-    """The laws of one architecture. A text in place of a fit says why there is none."""
+    """The laws of one architecture. A text in place of a fit says why it is missing."""
 
     architecture: str
     sample: Sample
@@ -230,5 +230,5 @@ def _together(one: Floats, two: Floats) -> tuple[Floats, Floats]:
 
 
 def _paired(one: Parametric, two: Parametric, values: Floats) -> Interval:
-    """Of a difference; the fewer of the two degrees of freedom are on the safe side."""
+    """The estimate of a difference, with the fewer degrees of freedom of the two, which is the wider interval."""
     return (one if one.freedom <= two.freedom else two).estimate(values)

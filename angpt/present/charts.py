@@ -21,11 +21,11 @@ class Chart:
     """A figure that can be drawn wide, for a desk, or narrow, for a phone."""
 
     name: str
-    """Of its files."""
+    """Name of its files, without a suffix."""
     title: str
     caption: str
     alt: str
-    """What is to be seen, for those who cannot."""
+    """Text for readers who cannot see the figure."""
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     draw: Callable[[bool], Figure]
@@ -34,7 +34,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Absent:
-    """A figure that there is nothing to draw from yet."""
+    """A figure for which there are no data yet."""
 
     title: str
     reason: str
@@ -81,7 +81,7 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     and shares no id with other figures."""
     body = svg[svg.index("<svg ") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    # In a page, the rule for all elements would hold outside of the figure as well; the page's style has it instead.
+    # In a page, the rule for all elements would hold outside the figure as well; the page's style has it instead.
     body = re.sub(r"<style [^>]*>.*?</style>", "", body, flags=re.DOTALL)
     body = re.sub(r"<!--.*?-->\n?", "", body, flags=re.DOTALL)
     body = re.sub(r'(?<= )id="', f'id="{prefix}-', body)

@@ -23,7 +23,7 @@ NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet
 
 @dataclass(frozen=True)
 class LayerHistory:
-    """What a run recorded of its layers, and how figures call it."""
+    """Values of each layer that a run recorded, with its name in figures."""
 
     label: str
     architecture: str
@@ -133,7 +133,7 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
 
 
 def with_values(found: Sequence[LayerHistory], names: Sequence[str]) -> list[LayerHistory]:
-    """Those that recorded one of these values."""
+    """The runs that recorded one of these values."""
     return [run for run in found if run.records and any(name in run.records[-1] for name in names)]
 
 
@@ -223,7 +223,7 @@ def _dress_tokens(axes: list[Axes], narrow: bool) -> None:
 
 
 def depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
-    """Which colour is which layer."""
+    """Add a colour bar that maps colours to layers."""
     colors = ListedColormap([DEPTH(i / max(1, depth - 1)) for i in range(depth)])
     mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
     ticks = layer_ticks(depth)

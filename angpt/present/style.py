@@ -26,7 +26,7 @@ GROUPS = {
     "W_e": "#2176c7", "W_qkv": "#d55e00", "W_p": "#009090", "W_uz": "#d4508a", "W_d": "#7a8a00", "W_h": "#8c6d5a"
 }  # fmt: skip
 DEPTH = LinearSegmentedColormap.from_list("depth", ["#3b6fd4", "#9b5fc0", "#d0588c", "#d9741f"])
-"""From the first layer to the last, of even contrast on white and on dark."""
+"""Colours from the first layer to the last, of even contrast on white and on dark."""
 
 RC: dict[str, Any] = {
     "axes.edgecolor": INK,
@@ -141,7 +141,7 @@ def band(ax: Axes, x: Any, low: Any, high: Any, color: str) -> None:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of so many indices, evenly, the first and the last included."""
+    """At most `most` of the indices below `count`, evenly spaced, the first and the last included."""
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 

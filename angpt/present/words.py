@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from angpt.stats import Interval
 
+NONE = "–"
+"""In place of a number that does not exist."""
 LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
 
 def label(architecture: str) -> str:
-    """How an architecture is written in text: `angpt/no-lerp` is anGPT no-lerp."""
+    """The name of an architecture in text: `angpt/no-lerp` is anGPT no-lerp."""
     family, _, variant = architecture.partition("/")
     return f"{LABELS.get(family, family)} {variant}".strip()
 
@@ -21,6 +23,28 @@ def quantity(number: float) -> str:
     return f"{number:.3g}"
 
 
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with this many significant digits: 0.0502, 1.23, 45.6; thousands in full; 0 below 1e-6."""
+    if value is None:
+        return NONE
+    if abs(value) < 1e-6:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return NONE if value is None else f"{100 * value:.{digits}f} %"
+
+
+def span(values: Sequence[float | None]) -> str:
+    """The range of the values, 0.5 to 1.25, or the one value."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return NONE
+    low, high = number(min(known)), number(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
 def duration(seconds: float) -> str:
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
@@ -29,17 +53,24 @@ def duration(seconds: float) -> str:
 
 
 def interval(value: Interval, digits: int) -> str:
-    """Mean and half the width of the interval; the mean alone where there is none."""
+    """The mean and half the width of its interval: 3.543 ± 0.025; the mean alone without an interval."""
     mean = f"{value.mean:.{digits}f}"
     if value.low is None or value.high is None:
         return mean
     return f"{mean} ± {(value.high - value.low) / 2:.{digits}f}"
 
 
+def bracketed(value: Interval, form: str, unit: str = "") -> str:
+    """An estimate with its interval: 0.466 [0.451, 0.480]; the estimate alone without an interval."""
+    text = f"{value.mean:{form}}{unit}"
+    if value.low is not None and value.high is not None:
+        text += f" [{value.low:{form}}, {value.high:{form}}]"
+    return text.replace("-", "−")
+
+
 def speedup(value: float, low: float | None = None, high: float | None = None, relation: str = "=") -> str:
     """1.42× [1.31, 1.55]; where only a bound is known, > 1.80×."""
-    text = f"{'' if relation == '=' else relation + ' '}{value:.2f}×"
-    return text if low is None or high is None else f"{text} [{low:.2f}, {high:.2f}]"
+    return ("" if relation == "=" else f"{relation} ") + bracketed(Interval(value, low, high), ".2f", "×")
 
 
 def overhead(value: Interval, digits: int = 1) -> str:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from angpt.evaluation.results import Line, lines, number, read_results
+from angpt.evaluation.results import Line, lines, read_results, with_error
 from angpt.present import words as text
 from angpt.report.records import Material
 
@@ -30,4 +30,4 @@ def read_evaluations(study: Material) -> Evaluations:
 
 
 def cell(line: Line, column: int) -> str:
-    return number(line.values[column])
+    return with_error(line.values[column])

@@ -1,7 +1,6 @@
 """The figures of losses and costs: each a function of the study."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,7 +26,10 @@ from angpt.results import Row as ResultRow
 from angpt.stats import Interval
 from angpt.training.record import Evaluation
 
-Kind = Literal["tokens", "seconds"]
+SPEEDUPS: dict[str, Callable[[ResultRow], SpeedUp | None]] = {
+    "tokens": lambda row: row.speedup_tokens,
+    "time": lambda row: row.speedup_seconds,
+}
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""
 
@@ -131,23 +133,19 @@ def budgets(study: Material) -> Chart | Absent:
     style = looks(study.result.architectures)
     place = _Places(tuple(sorted({row.tokens for row in rows})), tuple(style))
     title += " by token budget" if len(place.budgets) > 1 else f" at {quantity(place.budgets[0])} tokens"
-    kinds: list[Kind] = []
-    if any(row.speedup_tokens for row in rows):
-        kinds.append("tokens")
-    if any(row.speedup_seconds for row in rows):
-        kinds.append("seconds")
+    kinds = {name: of for name, of in SPEEDUPS.items() if any(map(of, rows))}
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(1 + len(kinds), narrow, height=3.2)
         for architecture, look in style.items():
             mine = [row for row in rows if row.architecture == architecture]
             _draw_losses(axes[0], mine, place, look)
-            for ax, kind in zip(axes[1:], kinds, strict=True):
-                _draw_speedups(ax, mine, kind, place, look)
+            for ax, of in zip(axes[1:], kinds.values(), strict=True):
+                _draw_speedups(ax, [(place.x(row), s) for row in mine if (s := of(row))], look)
         axes[0].set(ylabel="validation loss", title="Final loss")
         for ax, kind in zip(axes[1:], kinds, strict=True):
             reference(ax)
-            ax.set(ylabel=f"speed-up over {baseline}", title=f"Speed-up in {'tokens' if kind == 'tokens' else 'time'}")
+            ax.set(ylabel=f"speed-up over {baseline}", title=f"Speed-up in {kind}")
             ax.margins(y=0.25)  # room for the arrows
         for ax in axes:
             place.dress(ax)
@@ -202,19 +200,16 @@ class _Places:
 
 
 def _draw_losses(ax: Axes, rows: list[ResultRow], place: _Places, look: Look) -> None:
-    for row in rows:
-        assert row.val_loss is not None
-        _bar(ax, place.x(row), row.val_loss.low, row.val_loss.high, look)
-    points = [(place.x(row), row.val_loss.mean) for row in rows if row.val_loss is not None]
+    points = [(place.x(row), row.val_loss) for row in rows if row.val_loss is not None]
+    for x, loss in points:
+        _bar(ax, x, loss.low, loss.high, look)
     if points:
-        x, y = zip(*points, strict=True)
-        ax.plot(x, y, look.marker + "-", color=look.color, lw=1.6, ms=6, label=label(rows[0].architecture))
+        means = [loss.mean for _, loss in points]
+        ax.plot([x for x, _ in points], means, look.marker + "-", color=look.color, lw=1.6, ms=6,
+                label=label(rows[0].architecture))  # fmt: skip
 
 
-def _draw_speedups(
-    ax: Axes, rows: list[ResultRow], kind: Literal["tokens", "seconds"], place: _Places, look: Look
-) -> None:
-    found = [(place.x(c), s) for c in rows if (s := c.speedup_tokens if kind == "tokens" else c.speedup_seconds)]
+def _draw_speedups(ax: Axes, found: list[tuple[float, SpeedUp]], look: Look) -> None:
     ax.plot([x for x, _ in found], [s.value for _, s in found], color=look.color, lw=1.6)
     for x, s in found:
         _bar(ax, x, s.low, s.high, look)

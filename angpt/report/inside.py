@@ -1,4 +1,4 @@
-"""The section of the page on the inside of the models: what `angpt analyze` measures, of one run per architecture."""
+"""The section of the page that looks inside the models: what `angpt analyze` measures, of one run per architecture."""
 
 import shlex
 from collections.abc import Mapping

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "threads": "CPU threads",
     "platform": "System",
 }
-"""What a run notes of its environment, in the order and words of the page."""
+"""Keys of a run's environment in the order of the page, with its words for them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _title(result: Result) -> str:
 
 
 def _state(result: Result) -> str:
-    """How many runs have ended, and how."""
+    """The number of runs that have ended in each way."""
     counts = Counter(run.status for run in result.runs)
     words = [f"{counts['finished']} of {text.plural(len(result.runs), 'run')} finished"]
     shown: dict[str, State] = {
@@ -129,7 +129,7 @@ def _state(result: Result) -> str:
 
 
 def _facts(study: Material) -> list[str]:
-    """What was compared, in a few words each."""
+    """Size, budgets, seeds and baseline, in a few words each."""
     result = study.result
     facts = []
     if sizes := sorted({cost.parameters for cost in result.costs}):

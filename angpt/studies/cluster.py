@@ -14,11 +14,11 @@ from angpt.studies.jobs import Job, bring_to_end, ended, explain, failure_of, no
 from angpt.system import write_atomically
 
 ASK_SECONDS = 5.0
-"""Between two looks at the queue."""
+"""Seconds between two queries of the queue."""
 
 
 class Cluster:
-    """A pool of jobs."""
+    """A pool whose runs are jobs of SLURM."""
 
     def __init__(self, folder: Path, config: SlurmConfig, threads: int | None = None) -> None:
         self.folder, self.config, self.threads = folder / "slurm", config, threads or config.threads
@@ -57,11 +57,11 @@ class Cluster:
         return [Ended(job, self._failure(job)) for job in over]
 
     def stop(self) -> None:
-        """The jobs stay in the queue."""
+        """Stop watching; the jobs stay in the queue."""
         self.jobs.clear()
 
     def _failure(self, job: Job) -> str | None:
-        """What went wrong with a job that has left the queue, if anything."""
+        """The reason why a job that has left the queue failed; None if it did not."""
         number = self.ids[job.folder.name]
         if ended(job.folder) is not None:
             return None
@@ -92,7 +92,7 @@ def in_queue(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def train_in_job(job: Job, threads: int) -> bool:
-    """In the job: train; whether the run has ended. A failure is noted, for nobody may be watching."""
+    """Train inside a job; True if the run has ended. A failure is noted in the folder of the study."""
     import torch
     from rich.console import Console
 

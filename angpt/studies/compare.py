@@ -57,7 +57,11 @@ class Comparison:
             tune=self.tune,
         )
         return StudyConfig(
-            grid=(grid,), names="short", lrs=self.lrs, train=dataclasses.replace(train, batch_tokens=None)
+            grid=(grid,),
+            baseline=self.architectures[0],
+            names="short",
+            lrs=self.lrs,
+            train=dataclasses.replace(train, batch_tokens=None),
         )
 
 

@@ -35,12 +35,12 @@ class Grid:
     lrs: tuple[float | str, ...] = ("1x",)
     """Peak learning rates; multiples are of those of [lrs] where it names the architecture."""
     seeds: tuple[int, ...] = (0,)
-    """Of the start of the model and the order of the data."""
+    """Seeds of the initial weights and of the order of the data."""
     lr_limits: tuple[float, ...] = ()
     """Lowest and highest rate to go to, by the ratio of the grid, until the best rate has a worse one on either side;
     the grid stays as it is unless given."""
     batch_limits: tuple[int, ...] = ()
-    """The same for the tokens per step."""
+    """Smallest and largest number of tokens per step to go to, in the same way."""
     tune: int = 0
     """Try this many learning rates for each architecture and size first, a factor of two apart around the one of
     `lrs`, with the smallest budget and the first seed, and train all runs with the best. The trials go on beyond their
@@ -80,7 +80,7 @@ class StudyConfig:
     baseline: str = ""
     """Architecture that losses are compared with, size by size; the first of the first grid unless given."""
     baseline_budget: str | None = None
-    """Its budget; that of each row unless given."""
+    """Budget of the baseline that losses are compared with; that of each row unless given."""
     names: Literal["full", "short"] = "full"
     """Names of run folders. full: angpt-32M-20x-b65536-lr0.016-s0; the file can grow by further batch sizes and rates.
     short: angpt-600k-s0, for a study with one batch size and one rate for each architecture, size and budget."""
@@ -96,7 +96,7 @@ class StudyConfig:
     shapes: dict[str, Shape] = field(default_factory=dict)
     """Sizes of the study's own: [shapes.tiny] with d_model, n_layers and n_heads."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    """What is asked of SLURM for each run, with --slurm."""
+    """Resources that are asked of SLURM for each run, with --slurm."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Everything else about the runs."""
 

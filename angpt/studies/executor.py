@@ -31,14 +31,14 @@ class Interrupted(Exception):
 class Ended(NamedTuple):
     job: Job
     failure: str | None
-    """What went wrong; None also for a run that was interrupted and saved."""
+    """The reason of a failure; None for a run that ended, or was interrupted and saved."""
 
 
 class Pool(Protocol):
-    """Where runs are done."""
+    """A place where runs are executed."""
 
     slots: int
-    """How many at a time."""
+    """Largest number of runs at a time."""
 
     @property
     def taken(self) -> set[Path]:
@@ -46,12 +46,12 @@ class Pool(Protocol):
 
     @property
     def running(self) -> set[Path]:
-        """Those of them that are under way; others wait in a queue."""
+        """Folders of the runs that are under way; others of `taken` wait in a queue."""
 
     def start(self, job: Job) -> None: ...
 
     def wait(self, seconds: float) -> list[Ended]:
-        """Those that ended, within this time at the latest."""
+        """The runs that have ended, after this many seconds at most."""
 
     def stop(self) -> None:
         """Let every run save and end; called until none is running."""
@@ -105,7 +105,7 @@ def _to_do(jobs: Sequence[Job], pool: Pool, failures: set[Path]) -> list[Job]:
 
 
 class InProcess:
-    """One after the other, here."""
+    """Runs one after the other in this process."""
 
     slots = 1
 
@@ -148,11 +148,11 @@ class Running(NamedTuple):
     process: ForkServerProcess
     pipe: Connection
     slot: int
-    """Which of the workers it is, and so which of the GPUs it has."""
+    """Index of the worker, which gives its GPU."""
 
 
 class Processes:
-    """Several at a time, each in a process that ends with this one."""
+    """Several runs at a time, each in a process that ends with this one."""
 
     def __init__(self, workers: int, threads: int | None = None) -> None:
         if workers < 1:
@@ -192,7 +192,7 @@ class Processes:
             run.process.terminate()  # SIGTERM, heard once the run is in its loop
 
     def _failure(self, run: Running) -> str | None:
-        """What went wrong in a process that has ended, if anything."""
+        """The reason why a process that has ended failed; None if it did not."""
         run.process.join()
         code = run.process.exitcode
         try:
@@ -206,7 +206,7 @@ class Processes:
 
 
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
-    """In the child: train, or say why not."""
+    """Train in the child process, or send the reason of the failure."""
     for number in (signal.SIGINT, signal.SIGTERM):  # outside the loop, which listens, there is nothing to save
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_parent()

@@ -15,7 +15,7 @@ SMALL = 100_000_000
 """Parameters below which `beta2_below_100M` holds."""
 TUNING_RATIO = 2.0
 TUNING_REACH = 16.0
-"""How far beyond their first and last rate trials may go unless lr_limits are given."""
+"""Factor by which trials may go beyond their first and last rate unless lr_limits are given."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Group:
     size: str
     """Empty where the study has no sizes."""
     budget: str
-    """As it stands in names: 20x, 1.5B."""
+    """The budget as it stands in names: 20x, 1.5B."""
 
     @property
     def name(self) -> str:
@@ -42,23 +42,23 @@ class Point:
     lr: float
     seed: int
     trial: bool = False
-    """It is one of the runs that choose the learning rate of others."""
+    """True for one of the runs that choose the learning rate of others."""
 
     @property
     def full_name(self) -> str:
-        """The same for the same settings, whatever else the study holds."""
+        """A name that is the same for the same settings, whatever else the study holds."""
         return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-{'trial' if self.trial else f's{self.seed}'}"
 
     @property
     def short_name(self) -> str:
-        """For a study with one batch size and one learning rate for each group."""
+        """A name for studies with one batch size and one learning rate for each group."""
         if self.trial:
             return f"{dataclasses.replace(self.group, budget='').name}-lr{self.lr:g}"
         return f"{self.group.name}-s{self.seed}"
 
 
 def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
-    """Small models first, the architectures in turn."""
+    """The groups of a grid: small models first, the architectures in turn."""
     sizes, budgets = grid.sizes or ("",), grid.budgets or (train.tokens,)
     for size, budget, architecture in product(sizes, budgets, grid.architectures):
         yield Group(architecture, size, budget_name(budget))
@@ -122,7 +122,8 @@ def run_config(config: StudyConfig, point: Point) -> TrainConfig:
 
 
 def budget_tokens(config: StudyConfig, group: Group) -> int:
-    """Multiples are of the parameters of the baseline: every architecture of a size has the same budget."""
+    """The budget of a group in tokens. Multiples are of the baseline's parameters, so that it is the same for every
+    architecture of a size."""
     parameters, _ = count(sized(config, dataclasses.replace(group, architecture=baseline(config))).model)
     return parse_budget(group.budget, parameters)
 
@@ -143,7 +144,7 @@ def budget_name(text: str) -> str:
 
 
 def short(tokens: int) -> str:
-    """1500000 as 1.5M, with every digit, for it makes names of folders."""
+    """A number of tokens in short, 1500000 as 1.5M, with every digit: it stands in names of folders."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if tokens >= size:
             return f"{tokens / size:.12g}{unit}"
@@ -159,10 +160,13 @@ def _sequences(tokens: float, context: int) -> int:
 
 
 def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, list[float]]:
-    """What the lines could grow to within their limits, for an upper bound of the cost."""
+    """The largest extent of the lines within their limits, for an upper bound of the cost."""
     rates = sorted({rate for line in start.values() for rate in line})
     batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits)
-    return {round(batch): [rounded(r) for r in _lattice(rates, lr_limits(grid, start))] for batch in batches}
+    return {
+        round(batch): [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start))]
+        for batch in batches
+    }
 
 
 def _lattice(values: list[float], limits: tuple[float, ...]) -> list[float]:

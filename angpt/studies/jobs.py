@@ -43,12 +43,12 @@ class Job:
 
     @property
     def failure(self) -> Path:
-        """Where it is noted why the run failed: failed/NAME.txt beside the folder runs/."""
+        """The file that says why the run failed: failed/NAME.txt beside the folder runs/."""
         return self.folder.parent.parent / "failed" / f"{self.folder.name}.txt"
 
 
 def ended(folder: Path) -> Summary | None:
-    """How a run ended, finished or diverged; None while there is something left to do."""
+    """The summary of a run that has finished or diverged; None while there is something left to do."""
     path = folder / "summary.json"
     try:
         stat = path.stat()
@@ -110,7 +110,7 @@ def _wait_for_lock(run: Run) -> None:
 
 
 def explain(error: Exception) -> str:
-    """What went wrong, in a line for the user's mistakes; where it happened, for what nobody expected."""
+    """The reason of a failure: one line for a mistake of the user, with a traceback for any other error."""
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"

@@ -106,7 +106,7 @@ def states(runs: Sequence[Progress]) -> str:
 
 
 def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
-    """What the table does not say: the whole, the time left, and what failed and why."""
+    """Lines below the table: the total, the time left, and which runs failed and why."""
     whole = sum(run.job.flops for run in runs)
     left = sum(run.left for run in runs)
     lines = [f"{plural(len(runs), 'run')}: {states(runs)}; {1 - left / whole:.0%} of {whole:.3g} FLOPs done"]
@@ -121,7 +121,7 @@ def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
 
 
 def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
-    """What would run: a row for each architecture, size and budget."""
+    """The runs of a study and their cost: a row for each architecture, size and budget."""
     groups: dict[tuple[str, int, int], list[Progress]] = {}
     for run in runs:
         model, tokens = run.job.config.model, int(run.job.config.tokens)

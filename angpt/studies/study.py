@@ -188,8 +188,7 @@ class Study:
         return [job for job in self._jobs(largest) if job.folder not in known]
 
     def execute(self, pool: Pool, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
-        """All runs to their end, and what came out. Runs that fail are noted, and do not keep the others from going
-        on."""
+        """Bring all runs to their end. A run that fails is noted, and the others go on."""
 
         def jobs() -> list[Job]:
             self.write_result()
@@ -200,23 +199,21 @@ class Study:
             return self.write_result()
 
     def result(self) -> Result:
-        """What the runs say so far."""
+        """The result of the runs as they are now."""
         searches = self.searches()
-        chosen_from = [search for search in searches if not search.trials]
-        runs = {point: run_result(self.job(point), point.group.size) for s in chosen_from for point in s.points()}
+        called_for = dict.fromkeys(point for search in searches if not search.trials for point in search.points())
+        runs = {point: run_result(self.job(point), point.group.size) for point in called_for}
         points: dict[Group, dict[tuple[int, float], list[RunResult]]] = {}
         for point, run in runs.items():
             points.setdefault(point.group, {}).setdefault((point.batch, point.lr), []).append(run)
         chosen = [self._choose(group, of_group) for group, of_group in points.items()]
         base_budget = None if self.config.baseline_budget is None else budget_name(self.config.baseline_budget)
-        notes = []
-        for search in searches:
-            best, over = self.tuned(search) if search.trials else (None, False)
-            if best is not None and over and best.lr_side:
-                notes.append(
-                    f"{search.group.architecture}: the best rate, {best.lr:g}, is at the edge of those tried; "
-                    "set lrs to search around it"
-                )
+        tuned = [(search.group.architecture, *self.tuned(search)) for search in searches if search.trials]
+        notes = [
+            f"{name}: the best rate, {best.lr:g}, is at the edge of those tried; set lrs to search around it"
+            for name, best, over in tuned
+            if best is not None and over and best.lr_side
+        ]
         return summarise(chosen, list(runs.values()), baseline(self.config), base_budget, notes)
 
     def _choose(self, group: Group, points: dict[tuple[int, float], list[RunResult]]) -> Chosen:
@@ -230,7 +227,7 @@ class Study:
         return result
 
     def commands(self) -> list[str]:
-        """What makes this study again."""
+        """The commands that make this study again."""
         return repeated_by(self.folder, self.config.train.data.path)
 
     def failed(self) -> list[Job]:

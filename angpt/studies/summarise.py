@@ -54,7 +54,7 @@ class Chosen:
 
 
 def run_result(job: Job, size: str = "") -> RunResult:
-    """What the folder of a run says, which need not exist yet."""
+    """The result of a run, whose folder need not exist yet."""
     plan, status = job.plan, state_of(job, running=False)
     summary = Run(job.folder).summary() if job.folder.exists() else None
     step = 0 if status == "waiting" else newest_values(job.folder).get("step", 0) if summary is None else summary.step
@@ -121,11 +121,31 @@ def summarise(
         members = [c for c in chosen if c.group.size == size]
         # Runs that differ in the seed vary by the same factor at every architecture and budget of a size.
         deviation = pooled_deviation([c.losses for c in members])
-        tokens = _speed_ups(members, baseline, deviation, lambda run: float(run.tokens))
-        seconds = _speed_ups(members, baseline, deviation, lambda run: run.seconds or 0.0)
-        rows |= {
-            c.group: _row(c, _base(c, members, baseline, baseline_budget), spread, tokens, seconds) for c in members
-        }
+        in_tokens = _speed_ups(members, baseline, deviation, lambda run: float(run.tokens))
+        in_seconds = _speed_ups(members, baseline, deviation, lambda run: run.seconds or 0.0)
+        for c in members:
+            wanted = Group(baseline, size, baseline_budget or c.group.budget)
+            base = next((other for other in members if other.group == wanted and other.losses and other is not c), None)
+            own = spread[c.group]
+            rows[c.group] = Row(
+                architecture=c.group.architecture,
+                size=size,
+                budget=c.group.budget,
+                parameters=c.runs[0].parameters,
+                tokens=c.tokens,
+                batch=c.best.batch,
+                lr=c.best.lr,
+                batch_side=c.best.batch_side,
+                lr_side=c.best.lr_side,
+                points=c.points,
+                seeds=len(c.runs),
+                diverged=c.diverged,
+                val_loss=geometric_mean(c.losses, own) if c.losses else None,
+                change=relative_change(c.losses, base.losses, own, spread[base.group]) if base and c.losses else None,
+                speedup_tokens=in_tokens.get(c.group),
+                speedup_seconds=in_seconds.get(c.group),
+                runs=tuple(run.name for run in c.runs),
+            )
         own_costs = _costs(members, baseline)
         costs += own_costs
         verdicts[size] = "Too few runs have finished for a verdict."
@@ -137,41 +157,6 @@ def summarise(
     ordered = [rows[c.group] for c in chosen]
     return Result(
         baseline, complete, verdicts, tuple(ordered), tuple(costs), (*notes, *_edge_notes(ordered)), tuple(runs)
-    )
-
-
-def _base(row: Chosen, members: Sequence[Chosen], baseline: str, budget: str | None) -> Chosen | None:
-    """The group that the losses of a row are compared with."""
-    wanted = Group(baseline, row.group.size, budget or row.group.budget)
-    return next((c for c in members if c.group == wanted and c.losses and c is not row), None)
-
-
-def _row(
-    c: Chosen,
-    base: Chosen | None,
-    spread: dict[Group, Deviation],
-    speedup_tokens: dict[Group, SpeedUp],
-    speedup_seconds: dict[Group, SpeedUp],
-) -> Row:
-    own = spread[c.group]
-    return Row(
-        architecture=c.group.architecture,
-        size=c.group.size,
-        budget=c.group.budget,
-        parameters=c.runs[0].parameters,
-        tokens=c.tokens,
-        batch=c.best.batch,
-        lr=c.best.lr,
-        batch_side=c.best.batch_side,
-        lr_side=c.best.lr_side,
-        points=c.points,
-        seeds=len(c.runs),
-        diverged=c.diverged,
-        val_loss=geometric_mean(c.losses, own) if c.losses else None,
-        change=relative_change(c.losses, base.losses, own, spread[base.group]) if base and c.losses else None,
-        speedup_tokens=speedup_tokens.get(c.group),
-        speedup_seconds=speedup_seconds.get(c.group),
-        runs=tuple(run.name for run in c.runs),
     )
 
 
@@ -205,7 +190,7 @@ def _costs(members: Sequence[Chosen], baseline: str) -> list[Cost]:
 
 
 def _edge_notes(rows: Sequence[Row]) -> list[str]:
-    """Where a search ended at an edge, and so may have missed the best."""
+    """A note for each search that ended at an edge, and so may have missed the best."""
     words = {-1: "lowest", 1: "highest"}
     notes = []
     for row in rows:

@@ -71,6 +71,8 @@ class RunRecord:
                 if record["kind"] == "val":
                     evaluations.append(Evaluation(record["tokens"], record["seconds"], record["val_loss"]))
                 elif record["kind"] in of_kind:
+                    if not {"step", "tokens"} <= record.keys():
+                        raise KeyError("step or tokens")
                     of_kind[record["kind"]].append(record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error

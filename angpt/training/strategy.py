@@ -286,7 +286,7 @@ class FSDP(Distributed):
         per_rank = -(-len(parameter) // self.writers)
         first_row = min(len(parameter), per_rank * (self.rank % self.writers))
         shape, primary = tuple(parameter.shape), self.rank < self.writers
-        return Shard(self.local(parameter.detach()), shape, first_row, primary, split=True)
+        return Shard(self.local(parameter.detach()), shape, first_row, primary, split=self.writers > 1)
 
     @torch.no_grad()
     def whole(self, shard: Shard) -> Tensor:

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from angpt.analysis import learned, moments
-from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, newest_state, open_text
+from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, open_text, state_of
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
 from angpt.config import read_toml, to_toml
 from angpt.errors import UserError
 from angpt.inference.source import open_source
+from angpt.training.record import RunRecord
 from angpt.training.run import Run
 from tests.analysis.parts import measure_attention, measure_factors, measure_norms, measure_robustness
 
@@ -26,11 +27,11 @@ def analysis(runs):
 
 def test_every_part_is_what_its_function_gives(runs, analysis):
     for (name, path), found in zip(runs.items(), analysis.runs, strict=True):
-        run = Run.open(path)
-        source = open_text(run.config(), None, newest_state(run))
-        model = open_source(path).decoder()
+        record, stored = RunRecord.open(path), open_source(path)
+        source = open_text(record.config, None, state_of(stored))
+        model = stored.decoder()
         counts = token_counts(source.train, source.vocab_size)
-        history = History.read(run, "layers")
+        history = History.of(record.layers)
 
         def text(source=source):
             return text_batches(source, TOKENS, 4096)
@@ -38,7 +39,7 @@ def test_every_part_is_what_its_function_gives(runs, analysis):
         assert found.norms == measure_norms(model, text(), history), name
         assert found.factors == measure_factors(model, text())
         assert found.learned == learned.measure(model, counts, history)
-        assert found.moments == moments.measure(History.read(run, "moments"), 0.1 if name == "gpt+" else 0.0)
+        assert found.moments == moments.measure(History.of(record.moments), 0.1 if name == "gpt+" else 0.0)
         assert found.robustness == measure_robustness(model, text(), conditions(source, TOKENS // 8, counts), 4096)
         assert found.attention == measure_attention(model, text())
 

@@ -57,7 +57,7 @@ def slow_rows(q, k, allowed):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("entries", [1 << 25, 40])
 def test_against_loops_over_every_entry(monkeypatch, masked, entries):
-    """Also a few rows at a time, and inside of documents, where r counts the document's own tokens."""
+    """Also a few rows at a time, and inside documents, where r counts the document's own tokens."""
     monkeypatch.setattr(attention, "ENTRIES", entries)
     rng = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, 10, 4, generator=rng, dtype=torch.float64) for _ in range(3))

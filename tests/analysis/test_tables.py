@@ -8,8 +8,9 @@ from angpt.analysis.claims import claims
 from angpt.analysis.factors import FactorInTheWild
 from angpt.analysis.norms import BlockNorms
 from angpt.analysis.probe import Stats
-from angpt.analysis.tables import number, places, span, tables
+from angpt.analysis.tables import places, tables
 from angpt.analysis.write import markdown
+from angpt.present.words import number, span
 
 
 def stats(mean, std=0.0):

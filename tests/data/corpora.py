@@ -4,13 +4,29 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
-from angpt.data.shards import LLMC_HEADER_BYTES, LLMC_MAGIC, LLMC_VERSION
+from angpt.config import PrepareConfig
+from angpt.data.prepare import SHARD_BYTES
+from angpt.data.prepare import prepare as prepare_folder
+from angpt.data.shards import LLMC_HEADER_BYTES, LLMC_MAGIC, LLMC_VERSION, Index
 
 REAL = Path(os.environ.get("ANGPT_CORPUS", Path(__file__).parents[3] / "shared" / "corpus"))
 NEOX = REAL / "gpt-neox-20b-tokenizer.json"
+
+
+def prepare(
+    names: tuple[str, ...],
+    out: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    console: Console | None = None,
+    **settings: Any,
+) -> Index:
+    return prepare_folder(names, out, PrepareConfig(**settings), shard_bytes=shard_bytes, console=console)
 
 
 def write_jsonl(path: Path, documents: int, seed: int = 0, words: int = 40) -> Path:

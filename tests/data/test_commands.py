@@ -18,7 +18,7 @@ def test_prepare_then_info(tmp_path, monkeypatch, capsys):
     assert Index.read(tmp_path / "data" / "notes").train.documents == 1
     assert "data/notes/train: 14 tokens, 1 documents" in capsys.readouterr().out
     tyro.cli(info, args=["data/notes"])
-    assert "checksums right" in " ".join(capsys.readouterr().out.split())
+    assert "checksums correct" in " ".join(capsys.readouterr().out.split())
 
 
 def test_defaults_for_the_standard_library(tmp_path, monkeypatch):
@@ -37,7 +37,7 @@ def test_name_of_the_folder(tmp_path):
     assert default_name((f"{tmp_path}/v1.5/",)) == "v1.5"
     assert default_name((f"{tmp_path}/x.jsonl.xz",)) == "x"
     for sources in ((), ("a", "b")):
-        with pytest.raises(UserError, match="name one source"):
+        with pytest.raises(UserError, match="give one source"):
             default_name(sources)
 
 

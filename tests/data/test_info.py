@@ -3,9 +3,8 @@ import pytest
 from rich.console import Console
 
 from angpt.data.info import describe, render
-from angpt.data.prepare import prepare
 from angpt.errors import UserError
-from tests.data.corpora import write_raw
+from tests.data.corpora import prepare, write_raw
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def test_a_prepared_folder(folder):
     assert train.sample.startswith("aab[b]aab[b]")
     assert info.verified
     text = shown(info)
-    for part in ("checksums right", "601", "'a' 33.28%", "aab[b]aab[b]", "1.9%"):
+    for part in ("checksums correct", "601", "'a' 33.28%", "aab[b]aab[b]", "1.9%"):
         assert part in text
 
 
@@ -41,7 +40,7 @@ def test_a_flipped_bit_is_found(folder):
     raw = bytearray(shard.read_bytes())
     raw[100] ^= 1
     shard.write_bytes(raw)
-    with pytest.raises(UserError, match=r"val-00000.bin: its checksum is wrong"):
+    with pytest.raises(UserError, match=r"val-00000.bin: has a wrong checksum"):
         describe(folder)
     assert not describe(folder, verify=False).verified
 

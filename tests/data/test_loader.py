@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from angpt.data.loader import Loader, Prefetcher, document_numbers, permute, validation_batches
-from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
-from tests.data.corpora import write_jsonl, write_raw
+from tests.data.corpora import prepare, write_jsonl, write_raw
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,7 @@ def test_a_batch_may_hold_several_epochs(stream):
 
 
 def test_uneven_ranks_and_too_few_tokens_are_errors(stream):
-    with pytest.raises(UserError, match="10 windows cannot be shared evenly by 4 ranks"):
+    with pytest.raises(UserError, match="10 windows cannot be divided evenly among 4 ranks"):
         Loader(stream, 8, 10, 0).batch(0, 0, 4)
     assert Loader(stream, 999, 1, 0).windows == 1
     with pytest.raises(UserError, match=r"1,000 tokens in train are too few for one window of 1,000 \+ 1"):

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from angpt.data import prepare as prepare_module
 from angpt.data.journal import JOURNAL, Journal
-from angpt.data.prepare import prepare
 from angpt.data.shards import Index, ShardWriter, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
-from tests.data.corpora import NEOX, REAL, folder_bytes, write_jsonl
+from tests.data.corpora import NEOX, REAL, folder_bytes, prepare, write_jsonl
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = {"tokenizer": "bytes", "shard_bytes": 20_000, "val_fraction": 0.1}
 needs_corpus = pytest.mark.skipif(not NEOX.exists(), reason=f"no corpus at {REAL} (set ANGPT_CORPUS)")
 
@@ -82,9 +82,10 @@ def test_killed_and_run_again(corpus, tmp_path, undisturbed):
             time.sleep(0.01)
             write(*args)
         module.ShardWriter.write = slow
-        module.prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
+        from tests.data.corpora import prepare
+        prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
     """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT)
     try:
         wait_for_lines(out / JOURNAL, 4)
     finally:
@@ -179,7 +180,7 @@ def test_interrupt_says_how_to_go_on(corpus, tmp_path, undisturbed, monkeypatch)
     monkeypatch.setattr(Journal, "add", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(corpus, tmp_path / "out", console=console, **OPTIONS)
-    assert "the same command goes on from here" in console.file.getvalue()
+    assert "run the same command again to continue" in console.file.getvalue()
     monkeypatch.undo()
     prepare(corpus, tmp_path / "out", console=quiet(), **OPTIONS)
     assert folder_bytes(tmp_path / "out") == undisturbed
@@ -223,7 +224,7 @@ def test_a_changed_source_or_tokenizer_is_an_error(corpus, tmp_path):
     load_tokenizer("bytes").save(options["tokenizer"])
     prepare(corpus, tmp_path / "out", console=quiet(), **options)
     load_tokenizer("bpe:300").save(options["tokenizer"])
-    with pytest.raises(UserError, match="the tokenizer is not the one that it was prepared with"):
+    with pytest.raises(UserError, match="was prepared with another tokenizer"):
         prepare(corpus, tmp_path / "out", console=quiet(), **options)
     load_tokenizer("bytes").save(options["tokenizer"])
     write_jsonl(Path(corpus[0]), 1999)
@@ -256,7 +257,7 @@ def test_too_little_text(tmp_path):
     (source / "val.txt").write_text("")
     with pytest.raises(UserError, match="the source has no text for val"):
         prepare((str(source),), tmp_path / "other", tokenizer="bytes", console=quiet())
-    with pytest.raises(UserError, match="--val-fraction must be between 0 and 1"):
+    with pytest.raises(UserError, match="val_fraction must be between 0 and 1"):
         prepare((str(source),), tmp_path / "x", tokenizer="bytes", val_fraction=0.0, console=quiet())
 
 
@@ -332,13 +333,13 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     script = textwrap.dedent(f"""
         import re
         from pathlib import Path
-        from angpt.data.prepare import prepare
+        from tests.data.corpora import prepare
         index = prepare(({str(source)!r},), Path({str(tmp_path / "out")!r}), tokenizer="bpe:4096")
         print(index.train.text_bytes + index.val.text_bytes)
         # Not getrusage, which begins with the peak of the process that started this one.
         print(int(re.search("VmHWM:\\s+([0-9]+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
     """)
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
     text_bytes, peak = map(int, done.stdout.splitlines()[-2:])
     assert text_bytes > 0.98 * size
     assert peak < 1 << 30

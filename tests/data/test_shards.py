@@ -4,10 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from angpt.data.prepare import prepare
 from angpt.data.shards import MAPPED_SHARDS, Index, TokenData
 from angpt.errors import UserError
-from tests.data.corpora import write_jsonl, write_llmc, write_raw
+from tests.data.corpora import prepare, write_jsonl, write_llmc, write_raw
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def test_what_cannot_be_opened(tmp_path):
     with pytest.raises(UserError, match=r"train.bin: there is no val file beside it"):
         TokenData.open(file, "val")
     file.write_bytes(b"123")
-    with pytest.raises(UserError, match=r"train.bin: 3 bytes are no sequence of uint16"):
+    with pytest.raises(UserError, match=r"train.bin: 3 bytes are not a sequence of uint16"):
         TokenData.open(tmp_path, "train")
     write_llmc(tmp_path / "train.bin", np.arange(10), claimed=11)
     with pytest.raises(UserError, match=r"train.bin: has 1,044 bytes and should have 1,046"):
@@ -133,7 +132,7 @@ def test_another_tokenizer_beside_the_tokens_is_refused(folder):
     with pytest.raises(UserError, match="is not the tokenizer that the tokens were made with"):
         TokenData.open(folder, "train")
     path.unlink()
-    with pytest.raises(UserError, match="is missing; bring it back"):
+    with pytest.raises(UserError, match="is missing; restore it"):
         TokenData.open(folder, "train")
 
 

@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from angpt.data.loader import Loader
-from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
-from tests.data.corpora import NEOX, REAL, write_raw
+from tests.data.corpora import NEOX, REAL, prepare, write_raw
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

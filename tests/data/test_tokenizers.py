@@ -74,7 +74,7 @@ def test_errors(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"none.json: no such tokenizer file"):
         load_tokenizer(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(UserError, match=r"bad.json: is not a file of the package tokenizers"):
+    with pytest.raises(UserError, match=r"bad.json: is not a tokenizer.json"):
         load_tokenizer(tmp_path / "bad.json")
 
     def offline(name):

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from angpt.data.prepare import prepare
 from angpt.evaluation import tasks
-from tests.data.corpora import write_jsonl
+from tests.data.corpora import prepare, write_jsonl
 from tests.evaluation.material import SUBJECTS, small_tasks, write_benchmarks
 
 

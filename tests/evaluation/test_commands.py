@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from angpt.evaluation import evaluate as module
-from angpt.evaluation.results import number, read_results
+from angpt.evaluation.results import read_results, with_error
 from angpt.evaluation.tasks import PAPER, TASKS
 from angpt.inference.source import open_source
 from tests.command import call
@@ -85,7 +85,7 @@ def test_all_tasks_of_two_models_side_by_side(
             task = TASKS[result.origin.task]
             assert (result.metric, result.samples) == (task.metric, SAMPLES[task.name])
             assert result.stderr is not None
-            assert number((result.value, result.stderr)) in rows[task.label]
+            assert with_error((result.value, result.stderr)) in rows[task.label]
             assert f"{task.metric} {'↑' if task.metric == 'acc' else '↓'}" in words(rows[task.label])
             assert f"{result.samples:,} samples" in out
     assert call(capsys, *args)[0] == 0
@@ -233,7 +233,7 @@ def test_requests_that_are_there_are_not_made_again(
 def test_a_model_of_another_tokenizer_is_refused(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, tmp_path: Path
 ) -> None:
-    from angpt.data.prepare import prepare
+    from tests.data.corpora import prepare
 
     source = tmp_path / "a.txt"
     source.write_text("some other text " * 50)

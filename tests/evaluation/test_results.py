@@ -13,9 +13,9 @@ from angpt.evaluation.results import (
     Results,
     TaskResult,
     lines,
-    number,
     read_results,
     show,
+    with_error,
     write_results,
 )
 
@@ -79,11 +79,11 @@ def test_what_cannot_be_compared_stands_in_rows_of_its_own() -> None:
 
 
 def test_numbers_read_well() -> None:
-    assert number((0.61234, 0.01136)) == "0.6123 ± 0.0114"
-    assert number((36.9154, None)) == "36.915"
-    assert number((368672.8793, 270.5)) == "368672.88 ± 270.50"
-    assert number((1.234e10, 2.6e9)) == "1.23e+10 ± 2.6e+09"
-    assert number(None) == "–"
+    assert with_error((0.61234, 0.01136)) == "0.6123 ± 0.0114"
+    assert with_error((36.9154, None)) == "36.915"
+    assert with_error((368672.8793, 270.5)) == "368672.88 ± 270.50"
+    assert with_error((1.234e10, 2.6e9)) == "1.23e+10 ± 2.6e+09"
+    assert with_error(None) == "–"
 
 
 def test_columns_are_told_apart_and_never_broken() -> None:

@@ -51,7 +51,7 @@ def test_hparams_of_one_size(tmp_path, capsys):
     code, text = angpt(capsys, "fit", "hparams", source, "--out", tmp_path / "out")
     assert code == 0
     assert "all runs have 32M parameters" in text
-    assert "1 of 1 batch sizes have a best rate inside of their grid, three are needed: no optimum" in text
+    assert "1 of 1 batch sizes have a best rate inside their grid, three are needed: no optimum" in text
     assert {p.name for p in (tmp_path / "out").glob("*.png")} == {"sweeps.png"}
     code, text = angpt(
         capsys, "fit", "hparams", source, "--out", tmp_path / "out", "--write-rules", tmp_path / "r.toml"

@@ -96,7 +96,7 @@ def test_an_edge_over_batches_is_no_optimum():
     assert optima(found) == [None] * len(SIZES)
     assert found.trends == ()
     assert all("at the low edge of the grid: no optimum; try smaller ones" in size.problem for size in found.sizes)
-    assert any("no size with an optimum inside of its grid: no law" in note for note in found.notes)
+    assert any("no size with an optimum inside its grid: no law" in note for note in found.notes)
 
 
 def test_an_edge_that_is_better_still_refuses_the_size():

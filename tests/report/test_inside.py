@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from angpt.analysis.analyse import Analysis
 from angpt.report import inside
@@ -57,6 +58,26 @@ def test_large_models_are_left_to_the_command(
     found = inside.look_inside(study, open_sources(study), tmp_path, tmp_path / "out")
     assert not found.tables
     assert f"--out {tmp_path / 'out' / 'analysis'} does it for the next page" in found.note
+
+
+def test_large_models_are_measured_where_there_is_a_gpu(
+    complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def analyse(folders: list[Path], device: str, sources: object) -> Analysis:
+        asked.append(device)
+        return Analysis.read(complete.page.parent / "analysis.json")
+
+    monkeypatch.setattr(inside, "analyse", analyse)
+    monkeypatch.setattr(inside, "choose_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(inside, "write_chart", lambda chart, folder: chart)
+    study = read_material(complete.runs, complete.result)
+    for largest in (19_999, 20_000):
+        monkeypatch.setattr(inside, "LARGEST", largest)
+        (tmp_path / "analysis.json").unlink(missing_ok=True)
+        inside.look_inside(study, open_sources(study), tmp_path, tmp_path)
+    assert asked == ["auto", "cpu"]
 
 
 def test_without_data_or_checkpoints_the_note_says_so(tmp_path: Path) -> None:

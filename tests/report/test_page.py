@@ -14,7 +14,6 @@ from angpt.report import inside, write_report
 from angpt.results import Result
 from angpt.stats import Interval
 from angpt.training import checkpoint
-from angpt.training.checkpoint import digest_and_sync
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -167,17 +166,19 @@ def test_equal_inputs_give_equal_bytes(complete: Written, tmp_path: Path, monkey
         assert (tmp_path / "again" / "figures" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_every_checkpoint_is_hashed_once(complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_checkpoint_is_verified_once(complete: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is, read as a whole for its checksum."""
     monkeypatch.setattr(inside, "LARGEST", 10**6)
-    hashed: list[Path] = []
+    verified: list[Path] = []
+    newest = checkpoint.newest
 
-    def digest(path: Path, sync: bool = True) -> str:
-        hashed.append(path)
-        return digest_and_sync(path, sync)
+    def counted(folder: Path) -> Path | None:
+        verified.append(folder)
+        return newest(folder)
 
-    monkeypatch.setattr(checkpoint, "digest_and_sync", digest)
+    monkeypatch.setattr(checkpoint, "newest", counted)
     write_report(complete.folder, complete.runs, complete.result, tmp_path / "again", COMMANDS)
-    assert len(hashed) == len(set(hashed)) == 3 * 2  # parameters and moments of one run per architecture
+    assert len(verified) == len(set(verified)) == 3  # one run per architecture
 
 
 def test_each_model_continues_the_same_prompts(complete: Written) -> None:

@@ -10,7 +10,6 @@ import torch
 from rich.console import Console
 
 from angpt.config import DataConfig, ModelConfig, TrainConfig
-from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.report import samples, write_report
@@ -18,6 +17,7 @@ from angpt.report.records import Material, ReportedRun
 from angpt.training.launch import start
 from angpt.training.record import RunRecord
 from angpt.training.reporter import PlainReporter
+from tests.data.corpora import prepare
 from tests.report.synthetic import make_result, run_result
 
 SILENT = Console(quiet=True)
@@ -43,7 +43,14 @@ def test_prompts_are_the_beginnings_of_the_first_long_documents(data: Path) -> N
     ]
 
 
-def test_a_sample_stops_where_the_model_ends_the_document(monkeypatch: pytest.MonkeyPatch, data: Path) -> None:
+@pytest.mark.parametrize(("largest", "device"), [(19_999, "auto"), (20_000, "cpu")])
+def test_a_sample_stops_where_the_model_ends_the_document(
+    monkeypatch: pytest.MonkeyPatch, data: Path, largest: int, device: str
+) -> None:
+    """And a large model is folded and run on the GPU where there is one."""
+    asked: list[str] = []
+    monkeypatch.setattr(samples, "LARGEST", largest)
+    monkeypatch.setattr(samples, "choose_device", asked.append)
     eot = TokenData.open(data, "val").eot
 
     def generate(model: object, prompts: torch.Tensor, new_tokens: int, *_: object, **__: object) -> list[list[int]]:
@@ -59,6 +66,7 @@ def test_a_sample_stops_where_the_model_ends_the_document(monkeypatch: pytest.Mo
     assert [(s.continuations[0].text, s.continuations[0].ended) for s in found] == [
         ("xxxx", True), ("x" * 60, False), ("x" * 60, False)
     ]  # fmt: skip
+    assert asked == [device]
 
 
 def test_a_report_of_trained_models(data: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def mistakes(data, tmp_path):
         "belongs to another data": ("--resume", moved),
         "has token 60, but model.vocab_size is 50; set it to 61 or more": ("--config", tiny_vocab, "--out", new),
         "no such file or folder; `angpt data prepare` makes one": ("--config", gone, "--out", new),
-        "are no sequence of uint16 tokens": ("--config", broken, "--out", new),
+        "are not a sequence of uint16 tokens": ("--config", broken, "--out", new),
         "no run folder": ("--resume", tmp_path / "nothing"),
         "cannot be read as TOML": ("--config", tmp_path / "nothing.toml"),
         "unknown preset 'lapotp': did you mean laptop": ("--preset", "lapotp"),

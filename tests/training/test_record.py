@@ -36,7 +36,7 @@ def test_a_run_that_has_just_begun_has_no_records(run):
     assert record.evaluations == record.layers == record.moments == ()
 
 
-@pytest.mark.parametrize("text", ["{}\n", '{"kind": "val"}\n', "[]\n", "half\n"])
+@pytest.mark.parametrize("text", ["{}\n", '{"kind": "layers", "W_e": 1.0}\n', '{"kind": "val"}\n', "[]\n", "half\n"])
 def test_damage_is_an_error_that_names_the_file(run, text):
     run.metrics.write_text(text)
     with pytest.raises(UserError, match=r"run/metrics.jsonl: cannot be read"):

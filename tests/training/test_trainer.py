@@ -95,7 +95,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
 
 def test_document_masks_reach_the_model(tmp_path):
     """With masks on, a model trained on prepared documents has another loss than without."""
-    from angpt.data.prepare import prepare
+    from tests.data.corpora import prepare
 
     text = tmp_path / "text"
     text.mkdir()
