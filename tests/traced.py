@@ -24,10 +24,10 @@ from angpt.config import ModelConfig
 from angpt.fast import models
 from angpt.fast.fusion import OPTIONS
 from angpt.fast.models import bf16_on_gpu
+from angpt.fast.precision import low_precision
 from angpt.models import primitives
 from angpt.models.variants import build
 from angpt.operations import OPERATIONS
-from angpt.training.strategy import low_precision
 from tests.compiled import HOPPER
 
 

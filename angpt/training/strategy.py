@@ -6,7 +6,6 @@ matrix are sharded over the ranks, with their gradients and moments, and gathere
 (`fully_shard`). Vectors are few; every rank has them all, in fp32.
 """
 
-import copy
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -17,10 +16,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from angpt.config import Parallel
 from angpt.errors import UserError
+from angpt.fast.precision import low_precision
 from angpt.optim.adam import Shards
 from angpt.training.ranks import MARGIN_SECONDS, join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
@@ -306,14 +306,6 @@ class FSDP(Distributed):
         total = value.clone()
         dist.all_reduce(total, group=self.mesh.get_group("shard"))
         return total
-
-
-def low_precision(model: "Decoder", dtype: torch.dtype) -> "Decoder":
-    """A copy of the model with matrices in `dtype` that shares the model's vectors; for fp32 the model itself."""
-    if dtype == torch.float32:
-        return model
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to(dtype)) if p.ndim == 2 else p for p in model.parameters()}
-    return copy.deepcopy(model, memo)
 
 
 def checksum(tensor: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import constrain
 from angpt.data.loader import Batch
+from angpt.fast.precision import low_precision
 from angpt.models import primitives
 from angpt.models.variants import build
 from angpt.training.engine import Engine, attention_backends
-from angpt.training.strategy import low_precision
 
 STEPS, ROWS, LAST = 500, 32, 50
 VOCABULARY, CONTEXT, NEXT = 4096, 512, 64

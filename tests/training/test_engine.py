@@ -7,8 +7,8 @@ from torch._dynamo.utils import counters
 
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
+from angpt.fast.precision import low_precision
 from angpt.training.engine import Engine
-from angpt.training.strategy import low_precision
 from tests.optim.test_adam import batches, tiny
 
 CONFIG = OptimizerConfig(weight_decay=0.0)
