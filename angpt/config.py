@@ -349,6 +349,17 @@ def read_toml(cls: type[T], path: Path) -> T:
         raise UserError(f"{path}: {error}") from error
 
 
+def read_json(cls: type[T], path: Path, version: int, advice: str) -> T:
+    """A dataclass from a JSON file whose `format` is `version`; errors name the file and end with `advice`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != version:
+            raise UserError(f"it has format {values['format']!r}, this version reads format {version}")
+        return from_dict(cls, values)
+    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {advice}") from error
+
+
 def to_toml(config: Any, prefix: str = "") -> str:
     """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary, and an array of tables
     for a tuple of dataclasses. None is left out."""

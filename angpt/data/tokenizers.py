@@ -34,12 +34,17 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
+def end_token(tokenizer: Tokenizer) -> int | None:
+    """Id of the end-of-text token; None if the tokenizer has none."""
+    ids = map(tokenizer.token_to_id, END_NAMES)
+    return next((token for token in ids if token is not None), None)
+
+
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a document."""
-    for name in END_NAMES:
-        if (token := tokenizer.token_to_id(name)) is not None:
-            return token
-    raise UserError(f"the tokenizer has no end-of-text token; add one of {' '.join(END_NAMES)} to its vocabulary")
+    """Id of the end-of-text token; an error if the tokenizer has none."""
+    if (token := end_token(tokenizer)) is None:
+        raise UserError(f"the tokenizer has no end-of-text token; add one of {' '.join(END_NAMES)} to its vocabulary")
+    return token
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:

@@ -1,8 +1,8 @@
 """GPT+, nGPT, anGPT and their variants for transformers, in one file that needs nothing else.
 
-It holds the parameters as they were trained, byte by byte; what the architectures differ in is the `graph` of
-config.json. Constant factors and learned scales multiply activations here, which is the same map as in training.
-Vectors and the residual stream stay in fp32 where the matrices are bf16.
+The parameters are those of training, byte for byte; the `graph` in config.json says what an architecture computes.
+Constant factors and learned scales multiply activations here, which gives the same function as in training.
+Vectors and the residual stream stay in fp32 if the matrices are bf16.
 """
 
 import math
@@ -21,7 +21,7 @@ EPS = 1e-20
 
 
 class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Dimensions under the names that transformers knows, and the graph of the architecture."""
+    """Dimensions by their names in transformers, and the graph of the architecture."""
 
     model_type = "angpt"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -71,7 +71,7 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 class Scale(nn.Module):
-    """A learned vector, which is stored as a multiple of itself."""
+    """A learned vector, stored divided by a constant factor."""
 
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
@@ -184,6 +184,7 @@ def attend_eagerly(
 class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = AnGPTConfig
     base_model_prefix = ""
+    _input_embed_layer = "W_e"
     _no_split_modules: ClassVar = ["AnGPTBlock"]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -205,12 +206,6 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if graph["s_z"]:
             self.s_z = Scale(config.vocab_size, config.scales["s_z"])
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.W_e
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.W_e = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.W_h
@@ -274,7 +269,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits * self.s_z() if self.config.graph["s_z"] else logits
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, (B, 1, T, r/2), computed anew: buffers do not survive loading."""
+        """Cosines and sines of the rotary angles, (B, 1, T, r/2), recomputed: from_pretrained drops buffers."""
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         r = self.config.rotary_dim
         frequencies = self.config.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
