@@ -1,8 +1,8 @@
 """The operations that Table 1 is written in: norm, rms, lerp, rotation, attention, SwiGLU, learned scales.
 
-Reductions are done in fp32 whatever the dtype of the input (float64 stays float64). An `@operation` is the plain form
-of a function that may have a faster form on a GPU, in `angpt.fast`, whose compiler passes also merge `norm`, `lerp` and
-`attend` with their neighbours.
+Reductions are done in fp32, or in float64 if the input is float64. An `@operation` is the plain form of a function that
+may have a faster form in `angpt.fast`, whose compiler passes also fuse `norm`, `lerp` and `attend` with their
+neighbours.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from angpt.operations import operation
 
-# Inside the root of norm and rms, so that a zero vector gives zero. Small enough to vanish in float64 comparisons
-# (relative error 1e-14 for a vector of length 1e-3), large enough to be a normal fp32 number.
+# Added under the root of norm and rms, so that a zero vector gives zero. Negligible in float64 comparisons (relative
+# error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
 EPS = 1e-20
 
 
@@ -36,12 +36,12 @@ def rms(x: Tensor) -> Tensor:
 
 
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:
-    """(h + α (x − h)) · ν, written as one product with each of two vectors, so that α and ν cost nothing per token."""
+    """(h + α (x − h)) · ν, as h and x each times one vector, so that α and ν are combined once for all tokens."""
     return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
 
 
 def nu_lerp(alpha: Tensor) -> Tensor:
-    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), element by element."""
+    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), elementwise."""
     return torch.rsqrt(alpha.square() + (1 - alpha).square())
 
 
@@ -49,9 +49,9 @@ def nu_lerp(alpha: Tensor) -> Tensor:
 def residual_update(
     h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
 ) -> Tensor:
-    """lerp(h, norm(x), α, ν(α) · times), or with 1 for ν(α); `normed`: the norm of that.
+    """lerp(h, norm(x), α, ν · times) with ν = ν(α) or 1; `normed`: the norm of that.
 
-    The models write it as its parts, which a compiler pass of `angpt.fast` finds.
+    The models write out its parts; a compiler pass of `angpt.fast` replaces them by this operation.
     """
     y = lerp(h, norm(x), alpha, nu_lerp(alpha) * times if nu_of_alpha else times)
     return norm(y) if normed else y
@@ -67,7 +67,7 @@ def swiglu(uz: Tensor, factor: float = 1.0) -> Tensor:
 
 @operation
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (N, V), which may be overwritten; targets of −100 are not counted."""
+    """Mean cross-entropy of logits (N, V), which may be overwritten; targets of −100 are ignored."""
     return F.cross_entropy(wide(logits), targets)
 
 
@@ -79,12 +79,12 @@ def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
 
 @operation
 def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
-    """W x with the rows of W multiplied by a vector: neither the vector nor its gradient costs a pass over tokens."""
+    """W x with the rows of W multiplied by a vector; neither it nor its gradient needs a pass over the tokens."""
     return F.linear(x, (weight * gains[:, None]).to(weight.dtype))
 
 
 class ConstantFactor(torch.autograd.Function):
-    """W x · c, with the constant as alpha of the matrix products, forward and backward: it costs nothing."""
+    """W x · c, with the constant as alpha of the matrix products, forward and backward, which costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
@@ -107,7 +107,7 @@ def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module with learned scalars or vectors, which `reset` brings back to their start."""
+    """A module with learned scalars or vectors, which `reset` initialises."""
 
     def reset(self) -> None: ...
 
@@ -115,8 +115,8 @@ class Resettable(Protocol):
 class LearnedScale(nn.Module):
     """A learned vector s = (init / scale) · ŝ, where the stored ŝ starts at `scale` and s therefore at `init`.
 
-    Under Adam, whose steps do not depend on the size of the gradient, s moves init / scale times as fast as it would
-    if it were stored itself.
+    Adam's steps do not depend on the size of the gradient, so s changes init / scale times as fast as if it were stored
+    directly.
     """
 
     def __init__(self, size: int, init: float, scale: float) -> None:
@@ -136,7 +136,7 @@ class LearnedScale(nn.Module):
 
 
 class PositiveScale(LearnedScale):
-    """A learned vector of which the absolute value counts."""
+    """The absolute value of a learned vector."""
 
     def forward(self) -> Tensor:
         return super().forward().abs()
