@@ -380,21 +380,17 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     for option in options:
         origin = get_origin(option)
-        if dataclasses.is_dataclass(option):
-            if isinstance(value, dict):
-                return from_dict(option, value, path)  # type: ignore[arg-type]
-        elif origin is Literal:
-            if value in get_args(option):
-                return value
-        elif origin is tuple:
-            if isinstance(value, list | tuple):
-                return tuple(_convert(get_args(option)[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-        elif origin is dict:
-            if isinstance(value, dict):
-                return {key: _convert(get_args(option)[1], v, f"{path}.{key}") for key, v in value.items()}
-        elif option is float and isinstance(value, int) and not isinstance(value, bool):
+        if dataclasses.is_dataclass(option) and isinstance(value, dict):
+            return from_dict(option, value, path)  # type: ignore[arg-type]
+        if origin is Literal and value in get_args(option):
+            return value
+        if origin is tuple and isinstance(value, list | tuple):
+            return tuple(_convert(get_args(option)[0], v, f"{path}[{i}]") for i, v in enumerate(value))
+        if origin is dict and isinstance(value, dict):
+            return {key: _convert(get_args(option)[1], v, f"{path}.{key}") for key, v in value.items()}
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        elif isinstance(value, option) and isinstance(value, bool) == (option is bool):
+        if origin is None and isinstance(value, option) and isinstance(value, bool) == (option is bool):
             return value
     if dataclasses.is_dataclass(get_args(kind)[0] if get_origin(kind) is tuple else None):
         raise UserError(f"{path} must be a list of tables, each under [[{path}]]")

@@ -260,7 +260,8 @@ class Steps:
         out = h if pending is None else torch.empty_like(h)
         _read[triton.cdiv(n, READ_ROWS), len(h)](
             weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
-            UPDATE=pending is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps, **self.constants, **self.launch,
+            UPDATE=pending is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps,
+            **self.constants, **self.launch,
         )  # fmt: skip
         return y, out
 
