@@ -122,16 +122,12 @@ def generate_command(
             emit=emit if len(texts) == 1 else None,
         )  # fmt: skip
     except UserError as error:
-        raise UserError(
-            str(error).replace("sliding=True", "--sliding").replace("step='auto'", "--step auto")
-        ) from error
+        message = str(error).replace("sliding=True", "--sliding").replace("step='auto'", "--step auto")
+        raise UserError(message) from error
     if len(texts) == 1:
-        emit(0, "\n")
-    else:
-        print(
-            "\n".join(f"[{i}] {text}{new.text}\n" for i, (text, new) in enumerate(zip(texts, made, strict=True), 1)),
-            end="",
-        )
+        return emit(0, "\n")
+    numbered = enumerate(zip(texts, made, strict=True), start=1)
+    print("\n".join(f"[{number}] {text}{new.text}\n" for number, (text, new) in numbered), end="")
 
 
 def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:

@@ -85,8 +85,7 @@ class Engine:
             self.seen.zero_()
             for row, prompt in enumerate(prompts):
                 self.seen[row, torch.tensor(prompt, device=self.tokens.device)] = True
-        logits = self.model.prefill(padded, self.positions, self.caches)
-        self.sample(logits)
+        self.sample(self.model.prefill(padded, self.positions, self.caches))
         self.made, self.longest = 1, max(lengths)
 
     @torch.no_grad()

@@ -45,11 +45,12 @@ def export(source: Source, folder: Path) -> None:
         save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
         write_json(part / EXPORT_CONFIG, config_json(model, end, source.training))
-        write_json(part / "generation_config.json", generation_json(end))
+        sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
+        write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
         if tokenizer is not None and source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
-            name = None if end is None else tokenizer.id_to_token(end)
-            write_json(part / "tokenizer_config.json", tokenizer_json(source, name))
+            end_name = None if end is None else tokenizer.id_to_token(end)
+            write_json(part / "tokenizer_config.json", tokenizer_json(source, end_name))
         if (run_config := run_configuration(source)) is not None:
             (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
         (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
@@ -91,12 +92,6 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),
     }
-
-
-def generation_json(end: int | None) -> dict[str, Any]:
-    """The defaults of transformers' `generate`: those of `angpt generate`."""
-    found = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
-    return found | ({} if end is None else dict.fromkeys(TOKEN_IDS, end))
 
 
 def tokenizer_json(source: Source, end: str | None) -> dict[str, Any]:
@@ -156,8 +151,8 @@ tags: [angpt]
 
 # {name}
 
-A language model trained and exported with angpt {version}
-("Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025, is the paper behind it).
+A language model trained and exported with angpt {version}, based on the paper
+"Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025.
 
 | | |
 |---|---|

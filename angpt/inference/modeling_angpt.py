@@ -41,18 +41,12 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers, self.head_dim = num_hidden_layers, hidden_size // num_attention_heads
         self.num_attention_heads = self.num_key_value_heads = num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.max_position_embeddings = max_position_embeddings
-        self.rotary_dim = rotary_dim
-        self.rotary_base = rotary_base
-        self.graph = graph or {}
-        self.scales = scales or {}
-        self.use_cache = use_cache
+        self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
+        self.graph, self.scales, self.use_cache = graph or {}, scales or {}, use_cache
         super().__init__(**({"tie_word_embeddings": False} | kwargs))
 
 
@@ -251,17 +245,13 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             states.append(h := block(h, cos, sin, mask, past_key_values, **kwargs))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        hidden = tuple(states) if output_hidden_states else None
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(h[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values,
-            hidden_states=tuple(states) if output_hidden_states else None,
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=hidden)
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h

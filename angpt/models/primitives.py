@@ -168,7 +168,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(size))
-        # A tensor, because compiled code is made anew for each value of a Python number, that is for each layer.
+        # A tensor: torch.compile would recompile for each value of a Python number, that is for each layer.
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
