@@ -125,7 +125,8 @@ def generate_command(
         message = str(error).replace("sliding=True", "--sliding").replace("step='auto'", "--step auto")
         raise UserError(message) from error
     if len(texts) == 1:
-        return emit(0, "\n")
+        emit(0, "\n")
+        return
     numbered = enumerate(zip(texts, made, strict=True), start=1)
     print("\n".join(f"[{number}] {text}{new.text}\n" for number, (text, new) in numbered), end="")
 

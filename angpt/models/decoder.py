@@ -1,7 +1,7 @@
 """What the columns of Table 1 share: the stack of blocks, the loss, counts of parameters and FLOPs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -115,22 +115,20 @@ class Decoder(nn.Module, ABC):
         """The mean cross-entropy of the targets, given the residual stream after the last layer."""
         return cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The residual stream as it enters each layer, and after the last: (L + 1, B, T, d_m)."""
+    def streams(self, tokens: Tensor, documents: Tensor | None = None) -> Iterator[Tensor]:
+        """The residual stream (B, T, d_m) before each layer and after the last, one after the other."""
         h, ctx = self.start(tokens, documents)
-        states = [h]
+        yield h
         for block in self.blocks:
-            states.append(h := block(h, ctx))
-        return torch.stack(states)
+            yield (h := block(h, ctx))
+
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The residual stream before each layer and after the last: (L + 1, B, T, d_m)."""
+        return torch.stack(list(self.streams(tokens, documents)))
 
     def input_lengths(self, tokens: Tensor) -> Tensor:
-        """Mean length of the residual stream as it enters each layer, and after the last: (L + 1)."""
-        h, ctx = self.start(tokens)
-        lengths = [wide(h).norm(dim=-1).mean()]
-        for block in self.blocks:
-            h = block(h, ctx)
-            lengths.append(wide(h).norm(dim=-1).mean())
-        return torch.stack(lengths)
+        """Mean length of the residual stream before each layer and after the last: (L + 1)."""
+        return torch.stack([wide(h).norm(dim=-1).mean() for h in self.streams(tokens)])
 
     def start(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Context]:
         """The residual stream and the context that the first block receives."""

@@ -95,7 +95,8 @@ class Layer(nn.Module):
             rows = torch.arange(k.shape[0], device=k.device)
             cache.keys[rows, :, slots] = k[:, :, 0]
             cache.values[rows, :, slots] = v[:, :, 0]
-            out = (attend_by_hand if by_hand else attend_fused)(q, cache, ctx.mask)
+            fused = F.scaled_dot_product_attention
+            out = attend_by_hand(q, cache, ctx.mask) if by_hand else fused(q, *cache, attn_mask=ctx.mask, scale=1.0)
         return F.linear(out.transpose(1, 2).flatten(2), self.W_p)
 
     def update(self, h: Tensor, x: Tensor, which: str) -> Tensor:
@@ -112,10 +113,6 @@ def enter(h: Tensor, design: Design, slope: Tensor | None) -> Tensor:
     if slope is not None:
         return torch.tanh(slope * h)
     return rms(h) if design.input == "rms" else h
-
-
-def attend_fused(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, *cache, attn_mask=mask, scale=1.0)
 
 
 def attend_by_hand(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class Linear(nn.Linear):
         return y
 
     def reset_parameters(self) -> None:
-        """Left to the model, which initialises all its matrices in one place."""
+        """Does nothing: the model initialises all its matrices in one place."""
 
 
 class RMSNorm(nn.Module):
@@ -180,15 +180,15 @@ class RMSNorm(nn.Module):
 
 
 class Context(NamedTuple):
-    """What a block must know about the sequence beside its vectors."""
+    """What a block needs to know about the sequence besides the residual stream."""
 
     cos: Tensor
     """(…, T, r/2): cosines of the rotary angles of the first r dimensions of a head."""
     sin: Tensor
     positions: Tensor
-    """(T) or (B, T): position of each token, counted from the start of its document where documents are masked."""
+    """(T) or (B, T): position of each token, from the start of its document if documents are masked."""
     mask: Tensor | None
-    """(B, 1, T, T), true where a token may attend; None for plain causal attention."""
+    """(B, 1, T, T), True where a token may attend; None for causal attention."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def normed_heads(
     qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, times a gain per head and dimension, or one
-    for all."""
+    """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, each times an optional gain, per head and
+    dimension or one for all."""
     q, k, v = split_heads(qkv, d_head)
     q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
     return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
@@ -212,7 +212,7 @@ def normed_heads(
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:
     """The context of embedded tokens h (B, T, d).
 
-    `documents` (B, T) numbers the document that each token belongs to; attention then stays inside it.
+    `documents` (B, T) is the number of each token's document; attention then stays inside the document.
     """
     index = torch.arange(h.shape[1], device=h.device)
     if documents is None:
@@ -227,13 +227,13 @@ def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tens
     frequencies = rotary_base ** (-torch.arange(0, rotary_dim, 2, device=h.device, dtype=exact) / rotary_dim)
     angles = positions.to(exact)[..., None] * frequencies
     if angles.ndim == 3:
-        angles = angles[:, None]  # one table per row of the batch, shared by the heads
+        angles = angles[:, None]  # one table per row, shared by its heads
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | float = 1.0) -> Tensor:
-    """softmax(q kᵀ · gain) v per head, causal unless there is a mask. (B, H, T, d_h) → (B, T, H·d_h)."""
+    """softmax(q kᵀ · gain) v per head, causal if there is no mask. (B, H, T, d_h) → (B, T, H·d_h)."""
     if isinstance(gain, Tensor):
         q, gain = q * gain, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)
@@ -242,7 +242,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | 
 
 
 def split_heads(qkv: Tensor, d_head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3·d) → three of (B, H, T, d_h)."""
+    """(B, T, 3·d) → q, k, v, each (B, H, T, d_h)."""
     b, t, _ = qkv.shape
     q, k, v = qkv.view(b, t, 3, -1, d_head).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
