@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def g_start(self) -> float:
-        """Initial g. q and k have length 1, so q·k has deviation 1/sqrt(d_h); the default makes it 1."""
+        """Initial g. q and k have length 1, so q·k has standard deviation 1/sqrt(d_h); the default makes it 1."""
         return math.sqrt(self.d_head) if self.g_init is None else self.g_init
 
     @classmethod
@@ -141,8 +141,7 @@ class PrepareConfig:
     hub_split: str | None = None
     """Split of a data set of the hub to read, instead of its train and validation splits."""
     val_fraction: float | None = None
-    """Fraction of the documents held out if the data has no validation split of its own; 0.01 unless given, 0.05 for
-    stdlib."""
+    """Fraction of documents to hold out if the data has no validation split; 0.01 unless given, 0.05 for stdlib."""
     seed: int = 0
     """Seed of the choice of held-out documents."""
     workers: int | None = None
@@ -193,8 +192,8 @@ class TrainConfig:
     batch_tokens: int | None = None
     """Tokens per step over all devices; from the rule for the model's size (training/rules.toml) unless given."""
     micro_batch: int | None = None
-    """Largest number of sequences per forward pass on one device; 32k tokens on a GPU and 4k on the CPU unless given.
-    It is lowered to a divisor of the device's share of the step, and gradients are accumulated."""
+    """Sequences per forward pass on one device (gradient accumulation); 32k tokens on a GPU and 4k on the CPU unless
+    given. With several devices it is lowered to a divisor of each device's share of the step."""
     parallel: Parallel = "auto"
     """How several processes (torchrun, --slurm) share one run. ddp: each has the whole model; fsdp: matrices are
     sharded, and gathered block by block to compute. auto: ddp."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.primitives import EPS, Context, rotate
+from angpt.models.primitives import EPS, Context, rotary_angles, rotate
 from angpt.operations import operation
 
 
@@ -196,11 +196,8 @@ class Folded(nn.Module):
         return F.linear(enter(h, self.design, self.slope_h).to(self.dtype), self.W_h).to(self.wide)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, (…, r/2). Computed in float64, as in training, except on MPS."""
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        r = self.cfg.rotary_dim
-        frequencies = self.cfg.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
-        angles = positions.to(exact)[..., None] * frequencies
+        """Cosines and sines of the rotary angles, (…, r/2)."""
+        angles = rotary_angles(positions, self.cfg.rotary_dim, self.cfg.rotary_base)
         return angles.cos().to(self.wide), angles.sin().to(self.wide)
 
     def make_caches(self, batch: int, slots: int) -> list[Cache]:

@@ -222,14 +222,18 @@ def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tens
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         positions = index - torch.where(starts, index, 0).cummax(dim=1).values
         mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (index[:, None] >= index)
-    # Angles in float64: in fp32 the angle of position 2,000 is off by 1e-4. MPS has no float64.
-    exact = torch.float32 if h.device.type == "mps" else torch.float64
-    frequencies = rotary_base ** (-torch.arange(0, rotary_dim, 2, device=h.device, dtype=exact) / rotary_dim)
-    angles = positions.to(exact)[..., None] * frequencies
+    angles = rotary_angles(positions, rotary_dim, rotary_base)
     if angles.ndim == 3:
         angles = angles[:, None]  # one table per row, shared by its heads
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask)
+
+
+def rotary_angles(positions: Tensor, rotary_dim: int, rotary_base: float) -> Tensor:
+    """Rotary angles (…, r/2) of positions, in float64: in fp32 the angle of position 2,000 is off by 1e-4."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
+    indices = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=exact)
+    return positions.to(exact)[..., None] * rotary_base ** (-indices / rotary_dim)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | float = 1.0) -> Tensor:
