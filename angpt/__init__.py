@@ -1,4 +1,4 @@
-"""Approximately normalized transformers: GPT+, nGPT and anGPT side by side, and the parts they are made of."""
+"""Approximately normalized transformers: GPT+, nGPT and anGPT, and their building blocks."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -26,28 +26,19 @@ if TYPE_CHECKING:
     from angpt.models.variants import ARCHITECTURES as ARCHITECTURES
     from angpt.models.variants import build as build
 
-# Imported at first use: `angpt --help` must not wait for torch.
-_HOME = {
-    "SIZES": "config",
-    "ModelConfig": "config",
-    "UserError": "errors",
-    "fold": "inference.fold",
-    "generate": "inference.generate",
-    "Sampling": "inference.sampling",
-    "Constraint": "constraints",
-    "apply_constraints": "constraints",
-    "constrain": "constraints",
-    "largest_violation": "constraints",
-    "constants": "models.factors",
-    "nu_lerp": "models.factors",
-    "nu_linear": "models.factors",
-    "LearnedScale": "models.primitives",
-    "lerp": "models.primitives",
-    "norm": "models.primitives",
-    "rms": "models.primitives",
-    "ARCHITECTURES": "models.variants",
-    "build": "models.variants",
+# Imported at first use, so that `angpt --help` does not wait for torch.
+_PUBLIC = {
+    "config": ("SIZES", "ModelConfig"),
+    "constraints": ("Constraint", "apply_constraints", "constrain", "largest_violation"),
+    "errors": ("UserError",),
+    "inference.fold": ("fold",),
+    "inference.generate": ("generate",),
+    "inference.sampling": ("Sampling",),
+    "models.factors": ("constants", "nu_lerp", "nu_linear"),
+    "models.primitives": ("LearnedScale", "lerp", "norm", "rms"),
+    "models.variants": ("ARCHITECTURES", "build"),
 }
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *_HOME]
 

@@ -1,6 +1,6 @@
-"""Which dimension of which matrix is kept at (`unit`) or within (`bound`) length 1, as data that a model declares.
+"""Constraints on weight matrices: vectors along a dimension have length 1 (`unit`) or at most 1 (`bound`).
 
-The optimiser step, sharding, export and analysis read the same declaration.
+A model declares them as data, which the optimiser step, sharding, export and analysis read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from angpt.errors import UserError
 
-# Below any length that fp32 squares can show, and with a finite reciprocal: it keeps zero vectors from becoming NaN.
+# Smaller than the square root of any fp32 number, with a finite reciprocal: keeps zero vectors from becoming NaN.
 TINY = 1e-30
 
 
@@ -27,29 +27,29 @@ class Constraint:
 
 @runtime_checkable
 class Constrained(Protocol):
-    """A module that says how its parameters are constrained, by their names."""
+    """A module that declares the constraints of its parameters by name."""
 
     def constraints(self) -> Mapping[str, Constraint]: ...
 
 
 def is_matrix(p: Tensor) -> bool:
-    """True for a weight matrix: what is constrained or decayed, and computed with in low precision."""
+    """True for a weight matrix, which may be constrained, decayed, and stored in low precision."""
     return p.ndim == 2
 
 
 def norms(weight: Tensor, dim: int) -> Tensor:
-    """Lengths of the vectors along `dim`, which is kept with size 1."""
+    """Lengths of the vectors along `dim` (keepdim)."""
     return torch.linalg.vector_norm(weight, dim=dim, keepdim=True)
 
 
 @torch.no_grad()
 def project_(weight: Tensor, constraint: Constraint) -> Tensor:
-    """Bring one matrix to the nearest point that satisfies its constraint, in place. A zero vector stays zero."""
+    """Project a matrix onto its constraint, in place. A zero vector stays zero."""
     return weight.mul_(scale(norms(weight, constraint.dim), constraint))
 
 
 def scale(lengths: Tensor, constraint: Constraint) -> Tensor:
-    """What vectors of these lengths are multiplied by to satisfy their constraint."""
+    """Factors that bring vectors of these lengths to their constraint."""
     factor = lengths.clamp(min=TINY).reciprocal()
     return factor.clamp(max=1.0) if constraint.kind == "bound" else factor
 
@@ -58,8 +58,8 @@ def scale(lengths: Tensor, constraint: Constraint) -> Tensor:
 def project_columns_(
     weights: Sequence[Tensor], constraints: Sequence[Constraint], sum_shards: Callable[[Tensor], Tensor]
 ) -> None:
-    """Project matrices along dimension 0, of which this process has only some rows: one sum over those who have the
-    others gives the lengths of all columns of all matrices."""
+    """Project the columns of matrices of which this process has only some rows, in place. One call of `sum_shards`, a
+    sum over the processes that have the other rows, gives the lengths of all columns."""
     if not weights:
         return
     squares = sum_shards(torch.cat([w.square().sum(dim=0) for w in weights]))
@@ -70,13 +70,13 @@ def project_columns_(
 
 @torch.no_grad()
 def excess(weight: Tensor, constraint: Constraint) -> Tensor:
-    """How far each vector is from satisfying the constraint: | ‖w‖ − 1 | (unit) or max(‖w‖ − 1, 0) (bound)."""
+    """Violation of the constraint by each vector: | ‖w‖ − 1 | (unit) or max(‖w‖ − 1, 0) (bound)."""
     over = norms(weight, constraint.dim) - 1
     return over.abs() if constraint.kind == "unit" else over.clamp(min=0)
 
 
 def rows_bounded(module: nn.Module) -> dict[str, Constraint]:
-    """The bound of the paper for any network: every neuron of a linear map and every row of an embedding."""
+    """The constraint of the paper for any network: each row of a linear map or an embedding has at most length 1."""
     return {
         f"{name}.weight" if name else "weight": Constraint("bound", dim=1)
         for name, part in module.named_modules()
@@ -85,7 +85,7 @@ def rows_bounded(module: nn.Module) -> dict[str, Constraint]:
 
 
 def constraints_of(module: nn.Module) -> Mapping[str, Constraint]:
-    """What the module declares; for a network that declares nothing, every row bounded."""
+    """The constraints that the module declares; if it declares none, every row bounded."""
     return module.constraints() if isinstance(module, Constrained) else rows_bounded(module)
 
 
@@ -96,14 +96,14 @@ def apply_constraints(module: nn.Module, constraints: Mapping[str, Constraint] |
 
 
 def largest_violation(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> float:
-    """The largest distance of any constrained vector from satisfying its constraint; 0 where nothing is constrained."""
+    """Largest violation of a constraint by any vector; 0 if nothing is constrained."""
     return max((float(excess(w, c).max()) for w, c in _resolve(module, constraints)), default=0.0)
 
 
 def constrain(
     optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Mapping[str, Constraint] | None = None
 ) -> RemovableHandle:
-    """Apply the constraints now and after every step of `optimizer`, whichever it is."""
+    """Apply the constraints now and after every step of any PyTorch optimizer."""
     pairs = _resolve(module, constraints)
 
     def after_step(*_: Any) -> None:
@@ -119,7 +119,7 @@ def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) ->
     chosen = constraints_of(module) if constraints is None else constraints
     for name, constraint in chosen.items():
         if name not in named:
-            raise UserError(f"constraint on {name!r}, which is no parameter of the {type(module).__name__}")
+            raise UserError(f"constraint on {name!r}, which is not a parameter of the {type(module).__name__}")
         if not -named[name].ndim <= constraint.dim < named[name].ndim:
             raise UserError(f"constraint along dimension {constraint.dim} of {name!r}, which has {named[name].ndim}")
     return [(named[name], constraint) for name, constraint in chosen.items()]

@@ -1,7 +1,7 @@
 """The registry of operations: each has a plain form in PyTorch and may have a fast form, which `angpt.fast` registers.
 
-Calling an operation runs its fast form where that applies to the arguments, and its plain form otherwise. One switch
-turns all fast forms off: `--kernels off`, `use_kernels("off")`, or the environment variable ANGPT_KERNELS=off.
+Calling an operation runs its fast form if that applies to the arguments, otherwise its plain form. One switch turns all
+fast forms off: `--kernels off`, `use_kernels("off")`, or the environment variable ANGPT_KERNELS=off.
 """
 
 import functools
@@ -28,7 +28,7 @@ def _never(*args: object, **kwargs: object) -> bool:
 
 
 class Operation(Generic[P, R]):
-    """A function with a plain form and, for the arguments for which `applies` is true, a fast form."""
+    """A function with a plain form, and a fast form for arguments for which `applies` returns True."""
 
     def __init__(self, plain: Callable[P, R]) -> None:
         functools.update_wrapper(self, plain)
@@ -43,16 +43,15 @@ class Operation(Generic[P, R]):
         return self.plain(*args, **kwargs)
 
     def accelerate(self, fast: Callable[P, R], applies: Callable[..., bool]) -> None:
-        """Register the fast form, and the arguments (as a predicate on them) that it can take."""
+        """Register the fast form, and a predicate of the arguments that it can take."""
         self.fast, self.applies = fast, applies
 
 
 def operation(plain: Callable[P, R]) -> Operation[P, R]:
-    """Decorator: make a function the plain form of an operation, and put it in the registry."""
+    """Decorator that makes a function the plain form of a new operation in the registry."""
     if plain.__name__ in OPERATIONS:
-        raise ValueError(f"there are two operations of the name {plain.__name__}")
-    made = Operation(plain)
-    OPERATIONS[plain.__name__] = made
+        raise ValueError(f"there are two operations named {plain.__name__}")
+    OPERATIONS[plain.__name__] = made = Operation(plain)
     return made
 
 
@@ -62,7 +61,7 @@ def kernels_enabled() -> bool:
 
 
 def use_kernels(kernels: Kernels) -> None:
-    """Set the switch for this process. ANGPT_KERNELS=off wins over "auto"."""
+    """Set the switch for this process. ANGPT_KERNELS=off overrides "auto"."""
     global _enabled
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in ("auto", "off"):

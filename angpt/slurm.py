@@ -1,4 +1,4 @@
-"""Runs as jobs of a SLURM cluster, through submitit: queue one, ask which are there."""
+"""Runs as jobs of a SLURM cluster, through submitit: submit a job, list the jobs in the queue."""
 
 import os
 import re
@@ -13,38 +13,38 @@ from typing import Any
 from angpt.errors import UserError
 
 WARNING = signal.SIGUSR2
-"""What submitit asks SLURM to send before the time limit, or at pre-emption where the cluster does so."""
+"""Signal that SLURM sends before the time limit, or at pre-emption if the cluster does so."""
 WARNING_SECONDS = 120
 TIME_LIMITS = 1000
-"""How often a job may put itself back into the queue at its time limit. Each time it has made progress."""
+"""Largest number of times that a job requeues itself at its time limit."""
 
 
 @dataclass(frozen=True)
 class SlurmConfig:
-    """What is asked of SLURM for each run. sbatch's own variables (SBATCH_ACCOUNT and others) hold as well."""
+    """Resources of the SLURM job of each run. sbatch's own variables (SBATCH_ACCOUNT and others) apply as well."""
 
     partition: str | None = None
     """Partition to queue in; the cluster's default unless given."""
     hours: float = 24.0
-    """Time limit of a job. A run that needs longer saves, goes back into the queue and resumes."""
+    """Time limit of a job. A run that needs longer saves a checkpoint, is requeued and resumes."""
     nodes: int = 1
-    """Machines of a job."""
+    """Machines per job."""
     gpus: int = 1
-    """GPUs on each machine of a job, with a process for each; 0 trains on the CPU, with one process on each."""
+    """GPUs per machine, with one process each; 0 trains on the CPU, with one process per machine."""
     cpus: int = 8
-    """Cores on each machine."""
+    """Cores per machine."""
     memory_gb: float | None = None
-    """Memory of each machine; the partition's default unless given."""
+    """Memory per machine; the partition's default unless given."""
     account: str | None = None
     """Account to charge; the user's default unless given."""
     qos: str | None = None
     """Quality of service; the account's default unless given."""
     at_most: int = 64
-    """Jobs in the queue at a time."""
+    """Largest number of jobs in the queue at a time."""
     setup: tuple[str, ...] = ()
-    """Shell commands before the run, such as `module load cuda`."""
+    """Shell commands to run first, such as `module load cuda`."""
     extra: dict[str, str] = field(default_factory=dict)
-    """Any other options of sbatch by their long names, such as constraint a100; in a file {constraint = "a100"}."""
+    """Other options of sbatch by their long names, such as constraint a100; in a file {constraint = "a100"}."""
 
     def __post_init__(self) -> None:
         limits = {"hours": 0.1, "nodes": 1, "gpus": 0, "cpus": 1, "at_most": 1, "memory_gb": 0.1}
@@ -55,7 +55,7 @@ class SlurmConfig:
 
     @property
     def per_node(self) -> int:
-        """Processes on each machine."""
+        """Processes per machine."""
         return max(1, self.gpus)
 
     @property
@@ -64,15 +64,15 @@ class SlurmConfig:
 
     @property
     def threads(self) -> int:
-        """Cores of a process."""
+        """Cores per process."""
         return max(1, self.cpus // self.per_node)
 
 
 class Resumable:
-    """A task in a job. Warned of its end, it lets the task save, goes back into the queue, and is called again there.
+    """A task that survives the time limit of its job: warned, it saves, and the job is requeued and calls it again.
 
-    The task listens to SIGTERM and returns whether it is done. SIGTERM without a warning is SLURM's (scancel,
-    pre-emption): what becomes of the job is for SLURM to say.
+    The task must save and return at SIGTERM; it returns True if it is done. After a SIGTERM without a warning (scancel,
+    pre-emption) the job does not requeue itself.
     """
 
     def __init__(self, task: Callable[[], bool]) -> None:
@@ -96,19 +96,19 @@ class Resumable:
             requeue(WARNING, None)  # ends this process
 
     def checkpoint(self) -> Any:
-        """What submitit calls again after a requeue: the same, since the state of a run is in its folder."""
+        """What submitit calls after a requeue: the same task, since the state of a run is in its folder."""
         import submitit
 
         return submitit.helpers.DelayedSubmission(self)
 
 
 def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig) -> str:
-    """Queue a task (see `Resumable`) as a job of its own; the id of the job. Its output goes to the folder `logs`."""
+    """Submit a task (see `Resumable`) as a job and return the job's id. Its output goes to the folder `logs`."""
     import submitit
 
     for program in ("sbatch", "srun"):
         if shutil.which(program) is None:
-            raise UserError(f"there is no {program} here: --slurm works on a machine that submits to a SLURM cluster")
+            raise UserError(f"there is no {program} here; submit from a machine of a SLURM cluster")
     executor = submitit.SlurmExecutor(logs.resolve(), max_num_timeout=TIME_LIMITS)
     parameters: dict[str, Any] = {
         "job_name": re.sub(r"[^\w.+-]", "-", name),
@@ -124,22 +124,21 @@ def submit(task: Callable[[], bool], logs: Path, name: str, config: SlurmConfig)
         "mem": None if config.memory_gb is None else f"{round(1024 * config.memory_gb)}M",
         "gpus_per_node": config.gpus or None,
         "setup": list(config.setup) or None,
-        # Without this srun would take one core of those that sbatch was given (SLURM 22.05 and later).
+        # Otherwise srun would use only one of the cores of the job (SLURM 22.05 and later).
         "srun_args": [f"--cpus-per-task={config.threads}", "--kill-on-bad-exit=1"],
         "additional_parameters": {"requeue": True, **config.extra},
     }
-    executor.update_parameters(
-        **{key: value for key, value in parameters.items() if value is not None or key == "wckey"}
-    )
+    chosen = {key: value for key, value in parameters.items() if value is not None or key == "wckey"}
+    executor.update_parameters(**chosen)
     try:
         return str(executor.submit(Resumable(task)).job_id)
     except submitit.core.utils.FailedJobError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"SLURM does not take the job {name}: {reason or 'it gives no reason'}") from error
+        raise UserError(f"SLURM rejects the job {name}: {reason or 'it gives no reason'}") from error
 
 
 def rank_environment() -> dict[str, str]:
-    """What torchrun would tell each process of a job that has several; nothing for a job of one process."""
+    """The environment variables that torchrun would set for this process; none in a job of one process."""
     environment = os.environ
     if int(environment.get("SLURM_NTASKS", "1")) == 1:
         return {}
@@ -149,39 +148,38 @@ def rank_environment() -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "MASTER_ADDR": _first_address(environment["SLURM_JOB_NODELIST"]),
-        "MASTER_PORT": str(20_000 + (7 * job + attempt) % 10_000),  # another for each attempt, below those of clients
+        "MASTER_PORT": str(
+            20_000 + (7 * job + attempt) % 10_000
+        ),  # differs between attempts, below the ephemeral ports
     }
 
 
 def _first_address(nodes: str) -> str:
-    """Where the first of a list of nodes is reached: SLURM's own names need not be known to the network."""
-
-    def ask(*command: str) -> str:
-        return subprocess.run(["scontrol", *command], capture_output=True, text=True, check=True, timeout=60).stdout
-
+    """The network address of the first of a list of nodes; SLURM's name of a node need not be its host name."""
     try:
-        name = ask("show", "hostnames", nodes).split()[0]
-        found = re.search(r"NodeAddr=(\S+)", ask("--oneliner", "show", "node", name))
+        name = _output("scontrol", "show", "hostnames", nodes).split()[0]
+        found = re.search(r"NodeAddr=(\S+)", _output("scontrol", "--oneliner", "show", "node", name))
     except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise UserError(f"SLURM does not say where the nodes {nodes} are: {error}") from error
+        raise UserError(f"SLURM does not give the address of the nodes {nodes}: {error}") from error
     return found[1] if found else name
 
 
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 def in_queue() -> dict[str, str] | None:
-    """The jobs of this user that wait or run, with their state; None where SLURM does not answer just now."""
-    command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T"]
+    """The waiting and running jobs of this user, with their states; None if SLURM does not answer."""
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        lines = _output("squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T").splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
     return {job: state for job, _, state in (line.strip().partition(" ") for line in lines)}
 
 
 def cancelled(job: str) -> bool:
-    """Whether somebody has cancelled a job; False also where SLURM does not remember it."""
+    """True if a job was cancelled; False also if SLURM no longer knows it."""
     try:
-        command = ["scontrol", "--oneliner", "show", "job", job]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        return "JobState=CANCELLED" in _output("scontrol", "--oneliner", "show", "job", job)
     except (OSError, subprocess.SubprocessError):
         return False
-    return "JobState=CANCELLED" in text

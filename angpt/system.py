@@ -1,5 +1,6 @@
-"""What is asked of the operating system: files and folders that are there whole or not at all, cores, a terminal."""
+"""Operating system: atomic writes of files and folders, checksums, available cores."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from angpt.errors import UserError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file holds all of `text`, or what it held before, even if the machine stops in between."""
+    """Write a file. After a crash it holds either all of `text` or what it held before."""
     part = path.with_name(path.name + ".part")
     with part.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -21,12 +22,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which gets the name `path` when all of it is on the disk; after an error nothing is left."""
+    """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
     part = path.with_name(f".{path.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir(parents=True)
         yield part
         for entry in [*part.rglob("*"), part]:
@@ -40,7 +41,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Bring a file or the entries of a folder to the disk."""
+    """Flush a file or the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,6 +49,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

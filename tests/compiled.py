@@ -127,7 +127,7 @@ def inference() -> dict[str, dict]:
         parts = {"w_ptr": BF16, "acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "x_ptr": FP32}
         found[f"project, {width}"] = build(
             k._project, parts | sizes | {"heads": "i32"}, k.warps(width),
-            D_HEAD=64, SPLITS=k.MOST_SPLITS, ROWS=k.READ_ROWS, D=width, OVERLAP=True,
+            D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, D=width, OVERLAP=True,
         )  # fmt: skip
         found[f"down, {mlp}"] = build(
             k._down, {"w_ptr": BF16, "y_ptr": FP32, "x_ptr": FP32, "n": "i32", "width": "i32"}, k.warps(mlp // 4),

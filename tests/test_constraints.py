@@ -98,7 +98,7 @@ def test_a_network_of_ones_own_is_bounded_by_rows():
 
 def test_wrong_names_and_dimensions_are_refused():
     net = nn.Linear(3, 3)
-    with pytest.raises(angpt.UserError, match="'wieght', which is no parameter"):
+    with pytest.raises(angpt.UserError, match="'wieght', which is not a parameter"):
         apply_constraints(net, {"wieght": Constraint("bound", 1)})
     with pytest.raises(angpt.UserError, match="dimension 2 of 'weight'"):
         apply_constraints(net, {"weight": Constraint("bound", 2)})

@@ -94,7 +94,7 @@ def test_little_is_asked_unless_given(tmp_path, monkeypatch):
 
 def test_a_refusal_is_told_in_a_line(tmp_path, monkeypatch):
     fake_cluster(tmp_path, monkeypatch, "sbatch: error: invalid partition specified: gpuu", code=1)
-    with pytest.raises(UserError, match=r"SLURM does not take the job x: .*invalid partition specified: gpuu"):
+    with pytest.raises(UserError, match=r"SLURM rejects the job x: .*invalid partition specified: gpuu"):
         submit(print, tmp_path / "logs", "x", SlurmConfig(partition="gpuu"))
 
 
@@ -147,7 +147,7 @@ esac
         "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "20086",
     }  # fmt: skip
     monkeypatch.setenv("SLURM_JOB_NODELIST", "elsewhere")
-    with pytest.raises(UserError, match="does not say where the nodes elsewhere are"):
+    with pytest.raises(UserError, match="does not give the address of the nodes elsewhere"):
         slurm.rank_environment()
     monkeypatch.setenv("SLURM_NTASKS", "1")
     assert slurm.rank_environment() == {}

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,12 +12,11 @@ from rich.console import Console
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
 from angpt.inference.sampling import Sampling
-from angpt.present.tables import show
+from angpt.present.tables import Table, show
 
 if TYPE_CHECKING:
     from angpt.models.design import Design
     from angpt.models.folded import Folded
-    from angpt.present.tables import Table
 
 DEFAULT_TOKENS = 200
 
@@ -24,12 +24,12 @@ DEFAULT_TOKENS = 200
 def fold_command(
     model: Annotated[Path | None, tyro.conf.Positional] = None, out: Path | None = None, table: bool = False
 ) -> None:
-    """Fold a trained model for inference: constants, learned scales and α go into the weights, once.
+    """Fold a trained model for inference: multiply constants, learned scales and α into the weights.
 
     Args:
         model: A run folder or an export.
-        out: The new folder; the name of the model with -folded unless given.
-        table: Print what is left of a layer in every architecture and variant, and stop.
+        out: New folder; the name of the model with -folded unless given.
+        table: Only print the operations of a folded layer of every architecture and variant.
     """
     from angpt.inference import store
     from angpt.inference.fold import fold
@@ -40,7 +40,7 @@ def fold_command(
         show(console, operations_table(all_designs()))
         return
     if model is None:
-        raise UserError("which model? Give a run folder or an export (or --table)")
+        raise UserError("which model? Give a run folder or an export, or --table")
     source = open_source(model)
     folded = fold(source.decoder())
     folder = out or model.with_name(f"{model.name}-folded")
@@ -61,18 +61,13 @@ def all_designs() -> "dict[str, Design]":
         return {name: build(ModelConfig(architecture=name, **small)).design() for name in ARCHITECTURES}
 
 
-def operations_table(designs: "dict[str, Design]") -> "Table":
-    """What is left of each layer."""
+def operations_table(designs: "dict[str, Design]") -> Table:
+    """A table of the operations of a folded layer, with a row per design."""
     from angpt.inference.fold import operations
-    from angpt.present.tables import Table
 
-    rows = []
-    for name, design in designs.items():
-        found = operations(design)
-        counts = (found.norms, found.vectors, found.tanh, found.norms_at_head)
-        rows.append((name, found.residual, *map(str, counts)))
+    rows = [(name, *map(str, astuple(operations(design)))) for name, design in designs.items()]
     columns = ("architecture", "residual update", "norms", "vectors", "tanh", "at head")
-    return Table(columns, rows, "Left of a layer: 4 matrices, rotation, attention, SiLU, and", left=(0, 1))
+    return Table(columns, rows, "A folded layer: 4 matrices, rotation, attention, SiLU, and", left=(0, 1))
 
 
 def generate_command(
@@ -87,23 +82,24 @@ def generate_command(
     precision: Precision = "auto",
     step: Step = "auto",
 ) -> None:
-    """Text from a trained model, as it comes.
+    """Generate text from a trained model, and print it as it is generated.
 
     Args:
         model: A run folder, a folded model or an export.
-        prompts: Texts to go on with, all at once where there are several; the beginning of a document unless given.
-        tokens: At most this many new tokens; 200, or as many as fit the model's context, unless given.
+        prompts: Texts to continue, as one batch; the beginning of a document unless given.
+        tokens: Largest number of new tokens; 200, or as many as fit the model's context, unless given.
         sampling: How the next token is chosen. The filters apply in this order.
-        stop: End where one of these strings is written.
-        seed: Of the first prompt; each further one has the next.
-        sliding: Go beyond the model's context, each token seeing as many before it as fit.
-        device: cpu, cuda, or auto: cuda where there is one.
-        precision: Of the matrices: fp32, bf16, or auto: bf16 on a GPU.
+        stop: Strings that end the text; they are not part of it.
+        seed: Seed of the first prompt; each further prompt has the next seed.
+        sliding: Exceed the model's context; each token attends to as many before it as fit.
+        device: cpu, cuda, or auto: cuda if there is a GPU.
+        precision: Precision of the matrices: fp32, bf16, or auto: bf16 on a GPU.
         step: How a token is computed: plain operations, hand-written kernels (a few prompts on a GPU), or compiled (a
-            minute before the first token, then faster than plain). auto: kernels where they apply, else plain.
+            minute before the first token, then faster than plain). auto: kernels where they apply, otherwise plain.
     """
+    from angpt.data.tokenizers import end_token
     from angpt.inference.generate import encode, generate_text
-    from angpt.inference.source import end_token, open_source
+    from angpt.inference.source import open_source
 
     source = open_source(model)
     tokenizer = source.tokenizer()
@@ -113,27 +109,26 @@ def generate_command(
         longest = max(len(encode(tokenizer, text, end)) for text in texts)
         tokens = DEFAULT_TOKENS if sliding else max(1, min(DEFAULT_TOKENS, source.cfg.context + 1 - longest))
     folded = place(source.folded(), device, precision)
-    alone = len(texts) == 1
-
-    begun = False
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
+        sys.stdout.reconfigure(errors="replace")  # a model may generate what the terminal cannot show
+    pieces = iter(texts)  # a single prompt is printed with its first piece, when nothing can fail any more
 
-    def write(row: int, piece: str) -> None:
-        nonlocal begun
-        sys.stdout.write(piece if begun or not alone else texts[0] + piece)
-        sys.stdout.flush()
-        begun = True
+    def emit(row: int, piece: str) -> None:
+        print(next(pieces, ""), piece, sep="", end="", flush=True)
 
-    made = generate_text(
-        folded, tokenizer, texts, tokens, sampling, seed=seed, end=end, stop=stop, sliding=sliding, step=step,
-        emit=write if alone else None,
-    )  # fmt: skip
-    if alone:
-        write(0, "\n")
+    try:
+        made = generate_text(
+            folded, tokenizer, texts, tokens, sampling, seed=seed, end=end, stop=stop, sliding=sliding, step=step,
+            emit=emit if len(texts) == 1 else None,
+        )  # fmt: skip
+    except UserError as error:
+        message = str(error).replace("sliding=True", "--sliding").replace("step='auto'", "--step auto")
+        raise UserError(message) from error
+    if len(texts) == 1:
+        emit(0, "\n")
         return
-    for number, (text, found) in enumerate(zip(texts, made, strict=True)):
-        write(number, f"{'' if number == 0 else chr(10)}[{number + 1}] {text}{found.text}\n")
+    numbered = enumerate(zip(texts, made, strict=True), start=1)
+    print("\n".join(f"[{number}] {text}{new.text}\n" for number, (text, new) in numbered), end="")
 
 
 def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:
@@ -141,7 +136,7 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
 
     Args:
         model: A run folder, or an export that was trained further.
-        out: The new folder; the name of the model with -hf unless given.
+        out: New folder; the name of the model with -hf unless given.
     """
     from angpt.inference.hf import export
     from angpt.inference.source import open_source
@@ -152,11 +147,11 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
 
 
 def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
-    """Bring an export back as a run folder, with the same weights byte for byte.
+    """Turn an export into a run folder again, with the same weights byte for byte.
 
     Args:
-        model: A folder made by `angpt export hf`, also one that transformers saved again.
-        out: The new run folder.
+        model: A folder made by `angpt export hf`, or saved again by transformers.
+        out: New run folder.
     """
     from angpt.inference.hf import import_run
     from angpt.inference.source import open_source
@@ -166,7 +161,7 @@ def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
 
 
 def place(model: "Folded", device: Device, precision: Precision) -> "Folded":
-    """Bring a model to where it will run."""
+    """The model on the chosen device and in the chosen precision."""
     import torch
 
     from angpt.training.hardware import choose_device, present

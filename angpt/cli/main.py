@@ -6,10 +6,11 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 from tyro.extras import SubcommandApp
 
 from angpt.cli import bench as benches
@@ -41,7 +42,7 @@ DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, t
 `angpt COMMAND --help` explains a command and all its options; `angpt --version` prints the version."""
 
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
-"""An option that may be left out shows its type alone, an argument its name."""
+"""Help shows options without None among their values, and positional arguments by name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,24 +55,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         make_app(args).cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"], config=MARKERS)
     except UserError as error:
-        err.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _exit(str(error))
     except ModuleNotFoundError as error:
         extra = next((name for name, packages in EXTRAS.items() if error.name in packages), None)
         if extra is None:
             raise
-        err.print(f"[bold red]error:[/] this needs {error.name}: pip install 'angpt\\[{extra}]'", highlight=False)
-        sys.exit(2)
+        _exit(f"this needs {error.name}: pip install 'angpt[{extra}]'")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `angpt … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+def _exit(message: str) -> NoReturn:
+    err.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
+    sys.exit(2)
 
 
 def models(
@@ -82,9 +80,9 @@ def models(
     """Sizes and architectures: parameter counts and training FLOPs per token.
 
     Args:
-        architectures: Which ones to show, variants included.
-        context: Sequence length at which attention is counted.
-        list_variants: List every architecture and variant with what it changes, and stop.
+        architectures: Architectures or variants to show.
+        context: Sequence length for the FLOPs of attention.
+        list_variants: Only list every architecture and variant with what it changes.
     """
     import torch
 
@@ -107,20 +105,20 @@ def models(
 
 
 def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | None = None) -> None:
-    """The normalizing factors ν: formula, value, Monte-Carlo check, and whether they can change the function at all.
+    """The normalizing factors ν: formula, value, Monte-Carlo estimate, and which of them change the function.
 
     Args:
         size: Model size whose dimensions to use.
-        draws: Fresh weight matrices per estimate (with 512 inputs each).
-        seed: Of the Monte-Carlo estimate.
-        figure: Also draw how the length of a vector concentrates as the dimension grows, into this file.
+        draws: Random weight matrices per estimate, with 512 inputs each.
+        seed: Seed of the Monte-Carlo estimate.
+        figure: File for a figure of how the length of a random vector concentrates with growing dimension.
     """
     from angpt.analysis.factor_report import draw_concentration, factor_tables
 
     if draws < 1:
-        raise UserError(f"draws = {draws}: at least one is needed")
+        raise UserError(f"draws must be at least 1, not {draws}")
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"{figure}: a figure is a .png, .svg or .pdf file")
+        raise UserError(f"{figure}: a figure must be a .png, .svg or .pdf file")
     show(out, *factor_tables(ModelConfig.size(size), draws, seed))
     if figure is not None:
         draw_concentration(figure, seed)
@@ -128,8 +126,8 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
 
 
 def make_app(args: Sequence[str]) -> SubcommandApp:
-    """All commands, in the order of a project. What a command says of itself is in full where it is asked for, and its
-    first paragraph in the list of all."""
+    """All commands, in the order of a project. The list of commands shows the first paragraph of a command's
+    documentation, its own help all of it."""
     asked, app = args[0] if args else None, SubcommandApp()
 
     def single(name: str, command: Callable[..., None]) -> None:
@@ -142,23 +140,23 @@ def make_app(args: Sequence[str]) -> SubcommandApp:
             group.command(name=inner)(command)
         app.command(group, name=name, help=text)
 
-    several("data", "Text to tokens: prepare a folder to train from, look into one.", prepare=prepare, info=info)
+    several("data", "Text to tokens: prepare a folder to train from, or describe one.", prepare=prepare, info=info)
     single("train", train_command(args if asked == "train" else []))
     single("compare", compare_command(args if asked == "compare" else []))
-    text = "Grids of runs from a file: run them, see how far they are, what they would cost."
+    text = "Grids of runs from a file: run them, show their progress, estimate their cost."
     several("study", text, run=study_run, status=study_status, plan=study_plan)
-    text = "Laws from many runs: best batch size and learning rate over size, loss over compute."
+    text = "Fits over many runs: best batch size and learning rate by model size, loss by compute."
     several("fit", text, hparams=hparams, scaling=scaling)
     single("report", report)
     single("analyze", analyze)
     single("eval", evaluate)
     single("generate", generate_command)
     single("fold", fold_command)
-    several("export", "A model for other tools: hf, a folder for Hugging Face transformers.", hf=export_hf)
-    several("import", "A model back from other tools: hf, from such a folder.", hf=import_hf)
+    several("export", "Export a model: hf, a folder for Hugging Face transformers.", hf=export_hf)
+    several("import", "Import an exported model: hf, from a folder for Hugging Face transformers.", hf=import_hf)
     single("models", models)
     single("factors", factors)
-    text = "How fast the parts are, each measured in turns and against its floor."
+    text = "Benchmarks, each interleaved with its baseline and compared with its lower bound."
     names = ("train", "optimizer", "data", "decode", "moments")
     several("bench", text, **{name: getattr(benches, name) for name in names})
     return app

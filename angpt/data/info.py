@@ -1,6 +1,5 @@
 """Description of a folder of tokens: counts, checksums, the most frequent tokens, a sample of the text."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from angpt.data.shards import SPLITS, TOKENIZER, Index, SplitName, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.present.tables import Table
+from angpt.system import file_sha256
 
 BLOCK = 1 << 22
 SAMPLE_TOKENS = 128
@@ -57,7 +57,9 @@ def describe(path: str | Path, verify: bool = True, top: int = 10) -> DataInfo:
     index = found[0].index
     if index is not None and verify:
         for shard in (*index.train.shards, *index.val.shards):
-            _verify(Path(path) / shard.file, shard.sha256)
+            file = Path(path) / shard.file
+            if file_sha256(file) != shard.sha256:
+                raise UserError(f"{file}: has a wrong checksum; delete the folder and prepare it again")
     splits = tuple(_describe_split(data, top) for data in found)
     return DataInfo(Path(path), found[0].dtype.name, index, index is not None and verify, splits)
 
@@ -81,13 +83,6 @@ def render(info: DataInfo) -> RenderableType:
     frequent = Text("most frequent: " + "  ".join(f"{token} {count / first.tokens:.2%}" for token, count in first.top))
     table = Table(("", *(split.split for split in info.splits)), rows).rich()
     return Group(Text(title), table, frequent, Panel(Text(first.sample), title="start of train", title_align="left"))
-
-
-def _verify(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
-        raise UserError(f"{path}: has a wrong checksum, so it is damaged; delete the folder and prepare it again")
 
 
 def _describe_split(data: TokenData, top: int) -> SplitInfo:

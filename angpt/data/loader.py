@@ -43,7 +43,7 @@ def round_keys(seed: int, epoch: int) -> tuple[NDArray[np.uint64], ...]:
 def permute(items: NDArray[np.int64], n: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """The images of `items` under a random permutation of [0, n), without a table of n entries.
 
-    A Feistel network on pairs (left, right) of a grid a × b ≥ n, with sums modulo a and b in place of the usual xor.
+    A Feistel network on pairs (left, right) of a grid a × b ≥ n, with sums modulo a and b instead of the usual xor.
     The grid has at most a ≈ sqrt(n) cells too many, so results outside [0, n) are rare; they pass through the network
     again until they are inside (cycle walking), which keeps the map one-to-one.
     """

@@ -6,7 +6,7 @@ The bytes written depend on the recipe alone, not on the number of workers or on
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ def prepare(
         return index
     journal = Journal.begin(out, recipe)
     write_atomically(out / TOKENIZER, tokenizer.to_str())
-    write_shards(documents, tokenizer, journal, out, shard_bytes, config.workers or available_cores(), console)
+    write_shards(documents, tokenizer, journal, shard_bytes, config.workers or available_cores(), console)
     index = Index(
         format=FORMAT,
         dtype=dtype_name(tokenizer),
@@ -121,14 +121,6 @@ class Chunk:
     """Counts of documents, text_bytes and replaced documents, as in `Shard`."""
     ends_shard: bool = False
 
-    def add(self, piece: Piece) -> int:
-        """Append a piece; returns its size in bytes."""
-        size = len(piece.text.encode())
-        self.texts.append(piece.text)
-        self.ends.append(piece.last)
-        self.counts.update(documents=int(piece.last), text_bytes=size, replaced=int(piece.last and piece.replaced))
-        return size
-
 
 def chunks(documents: Documents, finished: dict[SplitName, int], shard_bytes: int) -> Iterator[Chunk]:
     """The text of each split in order, without its first `finished` documents. Shards end with a document."""
@@ -139,8 +131,11 @@ def chunks(documents: Documents, finished: dict[SplitName, int], shard_bytes: in
         if skip[split] > 0:
             skip[split] -= piece.last
             continue
-        chunk = current[split]
-        shard_size[split] += chunk.add(piece)
+        chunk, size = current[split], len(piece.text.encode())
+        chunk.texts.append(piece.text)
+        chunk.ends.append(piece.last)
+        chunk.counts.update(documents=int(piece.last), text_bytes=size, replaced=int(piece.last and piece.replaced))
+        shard_size[split] += size
         chunk.ends_shard = piece.last and shard_size[split] >= shard_bytes
         if chunk.ends_shard or chunk.counts["text_bytes"] >= CHUNK_BYTES:
             yield chunk
@@ -151,62 +146,42 @@ def chunks(documents: Documents, finished: dict[SplitName, int], shard_bytes: in
 
 
 def write_shards(
-    documents: Documents,
-    tokenizer: Tokenizer,
-    journal: Journal,
-    out: Path,
-    shard_bytes: int,
-    workers: int,
-    console: Console,
+    documents: Documents, tokenizer: Tokenizer, journal: Journal, shard_bytes: int, workers: int, console: Console
 ) -> None:
-    """Write all shards that are not in the journal."""
-    dtype = np.dtype(dtype_name(tokenizer)).newbyteorder("<")
+    """Write all shards that are not in the journal, into its folder."""
+    out, dtype = journal.path.parent, np.dtype(dtype_name(tokenizer)).newbyteorder("<")
     for shard in (shard for split in SPLITS for shard in journal.shards[split]):
         check_size(out / shard.file, shard.tokens * dtype.itemsize)
     finished = {split: sum(shard.documents for shard in journal.shards[split]) for split in SPLITS}
     task = partial(encode, tokenizer, end_of_text_id(tokenizer), dtype)
     results = encoded(chunks(documents, finished, shard_bytes), task, workers)
+    writers: dict[SplitName, ShardWriter] = {}
+
+    def finish(split: SplitName) -> None:
+        journal.add(split, writers[split].finish())
+        del writers[split]
+
     try:
-        with Output(out, journal) as output, Meter(console) as meter, closing(results):
+        with Meter(console) as meter, closing(results):
             for chunk, tokens in results:
-                output.write(chunk, tokens)
+                split = chunk.split
+                if split not in writers:
+                    writers[split] = ShardWriter(out / f"{split}-{len(journal.shards[split]):05d}.bin")
+                writers[split].write(tokens, chunk.counts)
+                if chunk.ends_shard:
+                    finish(split)
                 meter.add(chunk, len(tokens))
-            output.finish(SPLITS)
+            for split in list(writers):
+                finish(split)
     except KeyboardInterrupt:
         console.print("interrupted; run the same command again to continue")
         raise
+    finally:
+        for writer in writers.values():
+            writer.file.close()
     for split, shards in journal.shards.items():
         if not shards:
             raise UserError(f"{out}: the source has no text for {split}; correct it, delete {out} and try again")
-
-
-class Output:
-    """The unfinished shard of each split."""
-
-    def __init__(self, folder: Path, journal: Journal) -> None:
-        self.folder, self.journal = folder, journal
-        self.writers: dict[SplitName, ShardWriter] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self.writers.values():
-            writer.file.close()
-
-    def write(self, chunk: Chunk, tokens: NDArray[Any]) -> None:
-        split = chunk.split
-        if split not in self.writers:
-            number = len(self.journal.shards[split])
-            self.writers[split] = ShardWriter(self.folder / f"{split}-{number:05d}.bin")
-        self.writers[split].write(tokens, chunk.counts)
-        if chunk.ends_shard:
-            self.finish([split])
-
-    def finish(self, splits: Iterable[SplitName]) -> None:
-        for split in [split for split in splits if split in self.writers]:
-            self.journal.add(split, self.writers[split].finish())
-            del self.writers[split]
 
 
 def encode(tokenizer: Tokenizer, eot: int, dtype: np.dtype[Any], chunk: Chunk) -> NDArray[Any]:

@@ -18,9 +18,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from angpt.config import from_dict
+from angpt.config import read_json
 from angpt.errors import UserError
-from angpt.system import write_atomically
+from angpt.system import file_sha256, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -102,14 +102,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        path = folder / INDEX
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values["format"] != FORMAT:
-                raise UserError(f"it has format {values['format']!r}, this version reads format {FORMAT}")
-            return from_dict(cls, values)
-        except (UserError, OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); delete the folder and prepare it again") from error
+        return read_json(cls, folder / INDEX, FORMAT, "delete the folder and prepare it again")
 
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.val
@@ -286,7 +279,7 @@ def check_tokenizer(path: Path, fingerprint: str) -> None:
     """Raise an error unless the tokenizer's file has this fingerprint, its SHA-256."""
     if not path.exists():
         raise UserError(f"{path}: is missing; restore it or prepare the data again")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != fingerprint:
+    if file_sha256(path) != fingerprint:
         raise UserError(f"{path}: is not the tokenizer that the tokens were made with; prepare the data again")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from angpt.data.shards import SplitName
 from angpt.errors import UserError, nearest
@@ -44,17 +44,7 @@ class Piece(NamedTuple):
     """Split of the document in the data set itself; None if the data set has no splits."""
 
 
-class Source(Protocol):
-    """Documents in a fixed order."""
-
-    @property
-    def digest(self) -> str:
-        """Hash that changes when the source does, as far as that is visible without reading it."""
-
-    def pieces(self) -> Iterator[Piece]: ...
-
-
-def open_source(names: tuple[str, ...], column: str, subset: str | None, hub_split: str | None) -> Source:
+def open_source(names: tuple[str, ...], column: str, subset: str | None, hub_split: str | None) -> "Source":
     """The source for the names on the command line: `stdlib`, `hf:NAME`, or paths of files and folders."""
     alone = [name for name in names if name == "stdlib" or name.startswith("hf:")]
     if len(names) != 1 and (alone or not names):
@@ -83,6 +73,7 @@ class FileSource:
 
     @property
     def digest(self) -> str:
+        """Hash of the names and sizes of the files."""
         sizes = [(entry.name, entry.path.stat().st_size) for entry in self.entries]
         return hashlib.sha256(json.dumps(sizes).encode()).hexdigest()
 
@@ -115,6 +106,7 @@ class HubSource:
 
     @property
     def digest(self) -> str:
+        """Hash of the name of the data set."""
         return hashlib.sha256(self.name.encode()).hexdigest()
 
     def pieces(self) -> Iterator[Piece]:
@@ -145,6 +137,9 @@ class HubSource:
         if "train" not in found:
             raise UserError(f"hf:{self.name}: has no split train; choose one of {', '.join(found)} with --hub-split")
         return [(None, found["train"])]
+
+
+Source = FileSource | HubSource
 
 
 def _line(error: Exception) -> str:

@@ -34,12 +34,17 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
+def end_token(tokenizer: Tokenizer) -> int | None:
+    """Id of the end-of-text token; None if the tokenizer has none."""
+    ids = map(tokenizer.token_to_id, END_NAMES)
+    return next((token for token in ids if token is not None), None)
+
+
 def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The id of the token that ends a document."""
-    for name in END_NAMES:
-        if (token := tokenizer.token_to_id(name)) is not None:
-            return token
-    raise UserError(f"the tokenizer has no end-of-text token; add one of {' '.join(END_NAMES)} to its vocabulary")
+    """Id of the end-of-text token; an error if the tokenizer has none."""
+    if (token := end_token(tokenizer)) is None:
+        raise UserError(f"the tokenizer has no end-of-text token; add one of {' '.join(END_NAMES)} to its vocabulary")
+    return token
 
 
 def vocab_size(tokenizer: Tokenizer) -> int:
@@ -52,24 +57,17 @@ def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
         return _byte_tokenizer()
     if spec.startswith("bpe:"):
         return _train_bpe(spec, train_texts)
-    path = Path(spec)
-    if path.exists() or path.suffix == ".json":
-        return _from_file(path / TOKENIZER if path.is_dir() else path)
-    try:
-        return Tokenizer.from_pretrained(spec)
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(
-            f"tokenizer {spec!r}: cannot be downloaded ({str(error).strip()[:200]}); pass the path of a tokenizer.json"
-        ) from error
-
-
-def _from_file(path: Path) -> Tokenizer:
-    if not path.exists():
+    path = Path(spec, TOKENIZER) if Path(spec).is_dir() else Path(spec)
+    local = path.exists() or path.suffix == ".json"
+    if local and not path.exists():
         raise UserError(f"{path}: no such tokenizer file")
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(spec)
     except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{path}: is not a tokenizer.json of the package tokenizers ({error})") from error
+        reason = str(error).strip()[:200]
+        if local:
+            raise UserError(f"{path}: is not a tokenizer.json of the package tokenizers ({reason})") from error
+        raise UserError(f"{spec!r}: cannot be downloaded ({reason}); pass the path of a tokenizer.json") from error
 
 
 def _byte_tokenizer() -> Tokenizer:

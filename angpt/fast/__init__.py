@@ -1,7 +1,7 @@
-"""Speed, in a room of its own: Triton kernels, compiler passes, CUDA graphs, low-precision copies.
+"""Everything for speed: Triton kernels, compiler passes, CUDA graphs, low-precision copies.
 
-Importing this package registers the fast form of every operation in `angpt.operations`; Triton is imported when one is
-used. `--kernels off` or ANGPT_KERNELS=off runs everything on plain PyTorch instead.
+Importing this package registers the fast form of every operation in `angpt.operations`; Triton is imported at first
+use. `--kernels off` or ANGPT_KERNELS=off runs everything on plain PyTorch instead.
 """
 
 from angpt.fast import decode as decode

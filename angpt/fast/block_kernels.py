@@ -1,9 +1,9 @@
-"""Triton kernels of a block, where compiled PyTorch moves two to five times the bytes that it must.
+"""Triton kernels of a block, for operations where compiled PyTorch moves two to five times the necessary bytes.
 
 `models.primitives` has the plain forms. docs/performance.md says what each kernel saves.
 
-All start with the last rows: the matrix product before wrote these last, so they may still be in the L2 cache, as the
-first rows may be when the next product starts with them.
+All process the rows from last to first: the preceding matrix product wrote the last rows last, so they may still be in
+the L2 cache, and the next product starts with the first rows.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ STAGES, PROGRAMS = tuning.UPDATE_BACKWARD_STAGES, tuning.UPDATE_BACKWARD_PROGRAM
 
 @triton.jit
 def _place(width, BLOCK: tl.constexpr):
-    """Row and columns of a program, neighbours along the row."""
+    """Row and columns of a program; consecutive programs share a row."""
     blocks = tl.cdiv(width, BLOCK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     return (program // blocks).to(tl.int64), program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -112,7 +112,7 @@ def _update(
     rows = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
-    h = tl.load(h_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)  # y is what is needed next
+    h = tl.load(h_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)  # keep y in the cache instead
     x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
     y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
@@ -129,7 +129,9 @@ def _update_backward(
 ):  # fmt: skip
     cols = tl.arange(0, COLS)[None, :]
     a, b, slope_a, slope_b = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-    along_h = tl.zeros((ROWS, COLS), tl.float32)  # summed over rows at the end: that takes all warps
+    along_h = tl.zeros(
+        (ROWS, COLS), tl.float32
+    )  # summed over rows once, at the end, because that synchronises the warps
     along_x = tl.zeros((ROWS, COLS), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tl.cdiv(n_rows, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -148,7 +150,7 @@ def _update_backward(
         along_h += dy * h
         along_x += dy * unit
         d_unit = b * dy
-        parallel = tl.sum(x * d_unit, axis=1, keep_dims=True) * inverse  # of x: the sum need not wait for the other
+        parallel = tl.sum(x * d_unit, axis=1, keep_dims=True) * inverse  # x, not unit: does not depend on the other sum
         tl.store(dx_ptr + at, (d_unit - unit * parallel) * inverse, inside)
     terms = tl.sum(along_h, axis=0, keep_dims=True) * slope_a + tl.sum(along_x, axis=0, keep_dims=True) * slope_b
     tl.store(terms_ptr + tl.program_id(0) * width + cols, terms, cols < width)
@@ -179,7 +181,7 @@ def update(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, normed: 
 def update_backward(
     h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, nu: bool, times: float, normed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of h, of x, and of α; the last as one term per program, to be summed."""
+    """Gradients of h, x and α; that of α as one term per program, to be summed."""
     width, tile = h.shape[-1], _tile_back(h.shape[-1])
     n = h.numel() // width
     programs = min(PROGRAMS, triton.cdiv(n, tile["ROWS"]))
@@ -206,7 +208,7 @@ def _update_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 update.register_autograd(_update_gradient, setup_context=_save_update)
 
 
-# The gradient of rms(x) · gain, added to another gradient of x where there is one (`fusion` finds it).
+# The gradient of rms(x) · gain, added to another gradient of x if there is one (`fusion` finds it).
 
 
 @triton.jit
@@ -241,8 +243,8 @@ def _rms_results(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Gradient of x, plus `total` if given, and that of the gain, as one term per program, to be summed."""
-    # Here, because not all releases of the compiler keep tensors contiguous that were contiguous when traced.
+    """Gradient of x, plus `total` if given, and of the gain; the latter as one term per program, to be summed."""
+    # Not all releases of the compiler keep tensors contiguous that were contiguous when traced.
     x, gain, dy = x.contiguous(), gain.contiguous(), dy.contiguous()
     width, (dx, terms) = x.shape[-1], _rms_results(x)
     _rms_backward[(len(terms),)](
@@ -256,7 +258,7 @@ def _refuse(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError("second derivatives of norms need fp32, float64 or --kernels off")
 
 
-# Not a triton_op: the compiler would see the kernel in its place, and `fusion` could not recognise it.
+# Not a triton_op, which the compiler would replace by its kernel, so that `fusion` could not recognise it.
 torch.library.define("angpt::rms_backward", "(Tensor x, Tensor gain, Tensor dy, Tensor? total) -> (Tensor, Tensor)")
 torch.library.impl("angpt::rms_backward", "CompositeExplicitAutograd", rms_backward)
 torch.library.register_fake("angpt::rms_backward", lambda x, gain, dy, total: _rms_results(x))
@@ -264,12 +266,12 @@ torch.library.register_autograd("angpt::rms_backward", _refuse)
 
 
 class ScaledRms(torch.autograd.Function):
-    """rms(x) · gain: compiled PyTorch forward, which moves no byte too many, and a kernel backward."""
+    """rms(x) · gain: plain PyTorch forward, which moves only the necessary bytes when compiled; a kernel backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor) -> Tensor:
         ctx.save_for_backward(x, gain)
-        # The cast makes a new tensor, in bf16: compiled by torch 2.11, a result with an alias would lose its gradient.
+        # The cast to bf16 makes a new tensor: torch 2.11 would compile away the gradient of a result with an alias.
         return plain_scaled_rms.plain(x, gain)
 
     @staticmethod
@@ -284,8 +286,8 @@ def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
     return result
 
 
-# W x with the rows of W scaled. The backward pass computes the scaled matrix again instead of keeping it, and turns its
-# gradient into that of W in place.
+# W x with the rows of W scaled. The backward pass recomputes the scaled matrix, and converts its gradient to that of W
+# in place.
 
 
 @triton.jit
@@ -321,7 +323,7 @@ def scale_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 @triton_op("angpt::scale_rows_backward_", mutates_args={"gradient"})
 def scale_rows_backward_(gradient: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """Gradient of the scales; the gradient of the scaled matrix becomes that of the matrix, in place."""
+    """Gradient of the scales; converts the gradient of the scaled matrix to that of the matrix, in place."""
     rows, width = weight.shape
     dscale = torch.empty(rows, dtype=torch.float32, device=weight.device)
     wrap_triton(_scale_rows_backward)[(rows,)](gradient, weight, scale, dscale, width, BLOCK=BLOCK)

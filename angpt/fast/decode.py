@@ -1,4 +1,4 @@
-"""Fast form of a decode step: few rows of a folded model in bf16 on an NVIDIA GPU, by Triton kernels."""
+"""The fast form of a decode step: Triton kernels for a small batch of a folded model in bf16 on an NVIDIA GPU."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from angpt.models.folded import Cache, Folded, decode_step
 
 
 def supports(model: Folded) -> bool:
-    """True if the kernels know the operations, dimensions and dtype of a model."""
+    """True if the kernels support the operations, dimensions and dtype of a model."""
     return (
         model.design.input != "tanh"
         and model.cfg.d_head in (16, 32, 64, 128, 256)
@@ -25,7 +25,7 @@ def by_kernels(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequenc
 
 
 def few_rows(model: Folded, tokens: Tensor, *args: object) -> bool:
-    """True where the kernels beat matrix products."""
+    """True if the kernels apply and the batch is so small that they are faster than matrix products."""
     return tokens.is_cuda and supports(model) and len(tokens) <= tuning.DECODE_ROWS
 
 

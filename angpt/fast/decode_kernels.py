@@ -1,22 +1,22 @@
-"""A decode step of a few rows on a GPU: five kernels per layer, each of them bound by reading its matrix.
+"""A decode step of a few rows on a GPU: five kernels per layer, each limited by the bandwidth of reading its matrix.
 
-At one row the products are reductions, and what stands between them (norms, residual update, rotation, softmax) is so
-small that every program can compute it again for itself, rather than wait for a kernel of its own to write it down.
+At one row the products are reductions. What lies between them (norms, residual update, rotation, softmax) is so small
+that every program recomputes it, which is cheaper than a separate kernel.
 
-From Hopper on a kernel begins while the one before is still at work (OVERLAP): it fetches what no kernel of this file
-has written in this step (matrix, vectors, angles, positions, slots of earlier tokens), and only then waits. Each kernel
-waits, so that all before it are done when it goes on. Angles and positions are written by PyTorch's kernels, which do
-not overlap, and of which the embedding's is the last before the first of these.
+From Hopper on, kernels overlap by programmatic dependent launch (OVERLAP): a kernel starts while the previous one runs,
+prefetches what no kernel of this file has written in this step (matrix, vectors, angles, positions, slots of earlier
+tokens), and then waits for the previous kernel, and thereby for all before it. Angles and positions are written by
+PyTorch's kernels, which do not overlap; the last of them, the embedding, runs before the first of these.
 
 | kernel | reads | computes |
 |---|---|---|
-| `_read` | W_qkv | the residual update of the layer before, the input norm, q, k, v |
-| `_attend` | keys, values | rotation and norm of q and k, the new slot of the cache, attention to a part of the slots |
-| `_project` | W_p | the parts of attention put together, the output map |
+| `_read` | W_qkv | the residual update of the previous layer, the input norm, q, k, v |
+| `_attend` | keys, values | rotation and norm of q and k, the new slot of the cache, attention to one split |
+| `_project` | W_p | attention combined over the splits, the output map |
 | `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
 | `_down` | W_d | the MLP's output |
 
-`Folded.decode` with plain operations is the same function, and what the tests compare with.
+`Folded.decode` is the plain form.
 """
 
 from collections.abc import Sequence
@@ -33,26 +33,26 @@ from angpt.models.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
 READ_ROWS, DOWN_ROWS = tuning.DECODE_READ_ROWS, tuning.DECODE_DOWN_ROWS
-TILE, MOST_SPLITS = tuning.DECODE_TILE, tuning.DECODE_SPLITS
+TILE, MAX_SPLITS = tuning.DECODE_TILE, tuning.DECODE_SPLITS
 NEVER = -1e30
-"""A score below all others whose differences are still finite."""
+"""Score of a masked slot: below all others, with finite differences."""
 
 
 @triton.jit
 def _await(OVERLAP: tl.constexpr):
-    """Let the next kernel begin, and wait until the one before has ended."""
+    """Let the next kernel start, and wait until the previous one has ended."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _seen(
+def _block_input(
     h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
     UPDATE: tl.constexpr, WRITE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
     UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What a block sees of the stream, after the residual update that is still due, which the first program writes."""
+    """The input of a block: the stream after the pending residual update (written by the first program), normed."""
     cols = tl.arange(0, D)
     inside = cols < d
     if UPDATE and LERP:
@@ -81,15 +81,15 @@ def _read(
     INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y = W · what a block sees; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
+    """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
     row = tl.program_id(1)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     at = rows.to(tl.int64)[:, None] * d + cols[None, :]
     inside = (rows < n)[:, None] & (cols < d)[None, :]
-    w = tl.load(w_ptr + at, inside, 0.0)  # under way while the stream is put together
+    w = tl.load(w_ptr + at, inside, 0.0)  # loads while the input is computed
     if SWIGLU:
         w_z = tl.load(w_ptr + n.to(tl.int64) * d + at, inside, 0.0)
-    h = _seen(
+    h = _block_input(
         h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
         UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
@@ -101,14 +101,14 @@ def _read(
 
 
 @triton.jit
-def _finish(
+def _head_input(
     h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, d,
     LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr,
     EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """What the head sees."""
+    """The input of the head: the stream after the pending residual update, normed."""
     row, cols = tl.program_id(1), tl.arange(0, D)
-    h = _seen(
+    h = _block_input(
         h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
         True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
@@ -116,7 +116,7 @@ def _finish(
 
 
 @triton.jit
-def _turned(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr):
+def _rotated(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr):
     """A head of q or k, rotated and normed."""
     x = tl.load(ptr + dims) * cos + tl.load(ptr + partner) * sin
     if QK_NORM:
@@ -126,7 +126,7 @@ def _turned(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constex
 
 @triton.jit
 def _slots(k_ptr, v_ptr, first, last, slot, dims, D_HEAD: tl.constexpr, TILE: tl.constexpr):
-    """Keys and values of a tile of slots, of those before the last and without the one that is being written."""
+    """Keys and values of a tile of slots; zero from `last` on and for `slot`, which is being written."""
     slots = first + tl.arange(0, TILE)
     at, seen = slots[:, None] * D_HEAD + dims[None, :], ((slots < last) & (slots != slot))[:, None]
     return tl.load(k_ptr + at, seen, 0.0), tl.load(v_ptr + at, seen, 0.0)
@@ -139,8 +139,8 @@ def _attend(
     PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr,
     D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head of one row to a part of the slots. The new token is not read from the cache, which another
-    program may be writing it to: the first part takes it from registers, and all of them skip its slot."""
+    """Attention of one head of one row to a split of the slots. All splits skip the slot of the new token, which
+    another program may be writing; the first split takes the token from registers."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, d = tl.num_programs(1), heads * D_HEAD
     dims = tl.arange(0, D_HEAD)
@@ -156,8 +156,8 @@ def _attend(
     keys, values = _slots(k_ptr + cache, v_ptr + cache, first, last, slot, dims, D_HEAD, TILE)
     _await(OVERLAP)
     start = qkv_ptr + row * 3 * d + head * D_HEAD
-    q = _turned(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
-    k = _turned(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
+    q = _rotated(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
+    k = _rotated(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
     v = tl.load(start + 2 * d + dims).to(v_ptr.dtype.element_ty)
     if GAINS == 1:
         q = q * tl.load(gain_ptr)
@@ -193,7 +193,7 @@ def _project(
     w_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
     D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x = W · attention, its parts weighted by the exponentials that each of them has summed."""
+    """x = W · attention, combined over the splits by their sums of exponentials."""
     row = tl.program_id(1)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     inside = (rows < n)[:, None] & (cols < d)[None, :]
@@ -227,13 +227,13 @@ def _down(
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can begin before the one before it has ended: from Hopper and Triton 3.4 on."""
+    """True if kernels can overlap by programmatic dependent launch: from Hopper and Triton 3.4 on."""
     known = hasattr(getattr(tl.extra, "cuda", None), "gdc_wait")
     return known and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def warps(width: int) -> int:
-    """Of a program with eight rows of this width: what a thread has to hold must fit its registers."""
+    """Number of warps of a program with eight rows of this width, so that they fit into the registers."""
     return min(16, max(4, width // 256))
 
 
@@ -245,29 +245,30 @@ class Steps:
         self.d, self.d_mlp, self.heads = cfg.d_model, cfg.d_mlp, cfg.n_heads
         self.padded = triton.next_power_of_2(cfg.d_model)
         self.update = {"LERP": design.lerp, "OUTPUT_NORM": design.output_norm, "UPDATE_NORM": design.update_norm}
-        self.seen = self.update | {"INPUT_NORM": design.input == "rms", "EPS": EPS, "D": self.padded}
+        self.constants = self.update | {"INPUT_NORM": design.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
         self.qk_norm = design.qk != "plain"
         self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
-    def read(self, weight: Tensor, h: Tensor, due: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
-        """The product with a matrix that reads the stream, and the stream, after the update that is due."""
+    def read(self, weight: Tensor, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
+        """The product of a matrix with the input of its block, and the stream after the pending update."""
         n = weight.shape[0] // 2 if swiglu else weight.shape[0]
         y = torch.empty(len(h), n, device=h.device)
-        x, keep, add = (h, h, h) if due is None else due
-        out = h if due is None else torch.empty_like(h)
+        x, keep, add = (h, h, h) if pending is None else pending
+        out = h if pending is None else torch.empty_like(h)
         _read[triton.cdiv(n, READ_ROWS), len(h)](
             weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
-            UPDATE=due is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps, **self.seen, **self.launch,
+            UPDATE=pending is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps,
+            **self.constants, **self.launch,
         )  # fmt: skip
         return y, out
 
     def attend(self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int) -> Any:
-        """The parts of attention, with what they are weighted by."""
+        """Attention to each split of the slots, with the maximum and the sum of its exponentials."""
         batch, shown = len(qkv), cache.keys.shape[2]
-        splits = min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE)))
+        splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE)))
         acc = torch.empty(batch, splits, self.d, device=qkv.device)
         top, total = (torch.empty(batch, splits, self.heads, device=qkv.device) for _ in range(2))
         gain = qkv if layer.gain is None else layer.gain
@@ -296,27 +297,27 @@ class Steps:
         )
         return x
 
-    def finish(self, h: Tensor, due: Any) -> Tensor:
-        """What the head sees."""
-        x, keep, add = due
+    def head_input(self, h: Tensor, pending: Any) -> Tensor:
+        """The input of the head."""
+        x, keep, add = pending
         out = torch.empty_like(h)
         vectors = h if keep is None else keep, h if add is None else add
-        _finish[1, len(h)](h, x, *vectors, out, self.d, **self.seen, **self.launch)
+        _head_input[1, len(h)](h, x, *vectors, out, self.d, **self.constants, **self.launch)
         return out
 
 
 def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
-    """`Folded.decode` by the kernels."""
+    """`Folded.decode`, computed by the kernels."""
     steps = Steps(model)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
         angles = model.angles(positions)
-        h, due = model.embed(tokens), None
+        h, pending = model.embed(tokens), None
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            qkv, h = steps.read(layer.W_qkv, h, due, swiglu=False)
+            qkv, h = steps.read(layer.W_qkv, h, pending, swiglu=False)
             parts = steps.attend(qkv, layer, cache, angles, positions, capacity)
-            due_a = steps.project(layer.W_p, parts), layer.keep_a, layer.add_a
-            y, h = steps.read(layer.W_uz, h, due_a, swiglu=True)
-            due = steps.down(layer.W_d, y), layer.keep_m, layer.add_m
-        seen = steps.finish(h, due)
+            update_a = steps.project(layer.W_p, parts), layer.keep_a, layer.add_a
+            y, h = steps.read(layer.W_uz, h, update_a, swiglu=True)
+            pending = steps.down(layer.W_d, y), layer.keep_m, layer.add_m
+        seen = steps.head_input(h, pending)
         return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)

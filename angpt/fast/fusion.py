@@ -1,12 +1,12 @@
-"""Compiler passes that merge what the models write as separate lines, for compiled code on a GPU.
+"""Compiler passes that fuse operations which the models write as separate lines, for compiled code on a GPU.
 
-Before differentiation `lerp(h, norm(x), α, ν(α))`, and the norm of that, become one residual update, and the gain of
-attention becomes part of the kernel that makes q.
+Before differentiation, `lerp(h, norm(x), α, ν(α))`, and the norm of that, become one residual update, and the gain of
+attention becomes part of the kernel that computes q.
 
-After it, sums of tensors as large as the residual stream are saved; each would read two and write one. A matrix product
-is added in place, at no cost: so the stream of GPT+ receives its branches, and the gradients of the stream are added up
-in the other architectures. A term that is needed later is copied first: one write, where a norm reads it anyway. The
-gradient of a norm is added to that of the stream in the kernel that computes it.
+After it, separate additions to the residual stream and its gradient are removed, each of which would read two tensors
+and write one. A matrix product is accumulated in place at no cost, in the stream of GPT+ and in the gradient of the
+stream of the other architectures; a total that is needed later is copied first. The gradient of a norm is added to that
+of the stream in the kernel that computes it.
 """
 
 import operator
@@ -22,12 +22,12 @@ from angpt.models.primitives import attend, lerp, norm, nu_lerp, residual_update
 
 aten, ours = torch.ops.aten, torch.ops.angpt
 
-for function in (norm, lerp, nu_lerp, attend, models.normed_heads):  # one node each in the graph before differentiation
+for function in (norm, lerp, nu_lerp, attend, models.normed_heads):  # one node each in the graph
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """total += a b · alpha, with all dimensions of `total` but the last taken as one."""
+    """total += a b · alpha, with all dimensions of `total` but the last flattened."""
     total.view(-1, total.shape[-1]).addmm_(a, b, alpha=alpha)
 
 
@@ -35,19 +35,19 @@ torch.library.define("angpt::add_product_", "(Tensor(a!) total, Tensor a, Tensor
 torch.library.impl("angpt::add_product_", "CompositeExplicitAutograd", add_product_)
 torch.library.register_fake("angpt::add_product_", lambda total, a, b, alpha: None)
 
-# Stands in the graph from the second pass to the third, and is never run.
+# Placeholder in the graph between the second pass and the third; never executed.
 torch.library.define("angpt::add_product", "(Tensor total, Tensor a, Tensor b, float alpha) -> Tensor")
 torch.library.register_fake("angpt::add_product", lambda total, a, b, alpha: torch.empty_like(total))
 
 
 class _Pass(CustomGraphPass):
     def uuid(self) -> bytes:
-        # Compiled code holds the shapes of what rms_backward returns.
+        # Compiled code depends on the shapes that rms_backward returns.
         return get_hash_for_files((__file__, block_kernels.__file__))
 
 
 class MergeLines(_Pass):
-    """Merge norm, lerp and norm into one residual update, and the gain of attention into the kernel of the heads."""
+    """Fuse norm, lerp and norm into one residual update, and the gain of attention into the kernel of the heads."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=lerp):
@@ -57,7 +57,7 @@ class MergeLines(_Pass):
 
 
 def _merge_update(graph: Graph, node: Node) -> None:
-    """lerp(h, norm(x), α, ν), and the norm of that, as one residual update, where that has a fast form."""
+    """Replace lerp(h, norm(x), α, ν), and the norm of that, by one residual update if its fast form applies."""
     arguments: Any = (*node.args, *node.kwargs.values(), 1.0)
     h, x, alpha, nu = arguments[:4]
     factor = _lerp_factor(nu, alpha)
@@ -79,7 +79,7 @@ def _merge_update(graph: Graph, node: Node) -> None:
 
 
 def _lerp_factor(nu: Any, alpha: Any) -> tuple[bool, float] | None:
-    """Whether ν(α) is a factor of the update, and the constant factor; None for anything else."""
+    """True if ν(α) is a factor of the update, and the constant factor; None if ν has another form."""
     if isinstance(nu, int | float):
         return False, float(nu)
     if _is_call(nu, nu_lerp):
@@ -90,7 +90,7 @@ def _lerp_factor(nu: Any, alpha: Any) -> tuple[bool, float] | None:
 
 
 def _move_gain(node: Node) -> None:
-    """attend(q, …, gain) with a q from the kernel of the heads, which then multiplies by the gain."""
+    """Move the gain of attend(q, …, gain) into the kernel of the heads, if that computes q."""
     q: Any = node.args[0]
     gain: Any = node.args[4] if len(node.args) > 4 else node.kwargs.get("gain")
     if not isinstance(gain, Node) or not _is_call(q, operator.getitem) or q.args[1] != 0 or len(q.users) > 1:
@@ -110,7 +110,7 @@ def _is_call(node: Any, target: Any) -> bool:
 
 
 class FindSums(_Pass):
-    """Before the compiler decides what to keep for the backward pass: the sum, then, and neither of its terms."""
+    """Fuse sums before the compiler chooses what to save for the backward pass: the sum, not its terms."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
@@ -123,7 +123,7 @@ class FindSums(_Pass):
 
 
 class AddProducts(_Pass):
-    """After the compiler has removed copies that look needless, and before it looks where it may work in place."""
+    """Accumulate products in place, after the compiler has removed redundant copies and before its in-place pass."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=ours.add_product.default):
@@ -133,7 +133,7 @@ class AddProducts(_Pass):
                     copy = graph.call_function(aten.clone.default, (total,))
                     copy.meta["val"] = total.meta["val"].clone()
                     total = copy
-                # The compiler copies once more, should a view of the total be an input, or be used later.
+                # The compiler copies again if a view of the total is an input or is used later.
                 call = graph.call_function(
                     torch.ops.higher_order.auto_functionalized,
                     (ours.add_product_.default,),
@@ -155,7 +155,7 @@ OPTIONS = {
 
 
 def _with_product(graph: Graph, node: Node, total: Any, term: Any) -> Node | None:
-    """total + a b · alpha in one, where the term is the product, or a view of it, and has no other user."""
+    """total + a b · alpha as one node, if the term is that product, or a view of it, and has no other user."""
     while isinstance(term, Node) and len(term.users) == 1 and term.target in _VIEWS:
         term = term.args[0]
     if not isinstance(term, Node) or len(term.users) > 1 or not _alike(total, term, node):
@@ -174,7 +174,7 @@ def _with_product(graph: Graph, node: Node, total: Any, term: Any) -> Node | Non
 
 
 def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
-    """total + gradient in one, where the term is the gradient of a norm, and has no other user."""
+    """total + gradient as one node, if the term is the gradient of a norm and has no other user."""
     if not isinstance(term, Node) or term.target is not operator.getitem or term.args[1] != 0 or len(term.users) > 1:
         return None
     kernel: Any = term.args[0]
@@ -182,7 +182,7 @@ def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
         return None
     if not _alike(total, term, node) or term.meta["val"].shape != node.meta["val"].shape:
         return None
-    if not total < kernel:  # it must exist when the kernel runs
+    if not total < kernel:  # the total must exist when the kernel runs
         return None
     kernel.update_arg(3, total)
     return term

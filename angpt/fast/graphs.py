@@ -1,7 +1,7 @@
-"""A forward and backward pass as a CUDA graph: the GPU launches its kernels by itself, without Python.
+"""A forward and backward pass as a CUDA graph: its kernels are launched without Python.
 
-Kernels, their order and the results are those of the recorded pass. The graph keeps the memory of a pass, so passes are
-recorded only where that saves time.
+Kernels, their order and the results are those of the captured pass. The graph keeps the memory of a pass, so passes are
+captured only if that saves time.
 """
 
 import statistics
@@ -16,17 +16,17 @@ from angpt.fast import tuning
 
 
 class Recorded:
-    """A pass over a batch of one shape."""
+    """The captured pass over batches of one shape."""
 
     def __init__(self, loss: Callable[[Batch], Tensor], model: nn.Module, batch: Batch) -> None:
-        """`loss` has been called before, and its backward pass as well: nothing is left to be compiled."""
+        """`loss` and its backward pass must have run before, so that they are compiled."""
         self.batch = batch.map(torch.clone)
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # once as it will be recorded: libraries keep a workspace for each stream
+        with torch.cuda.stream(stream):  # warm-up: libraries allocate a workspace per stream
             torch.autograd.backward(loss(self.batch))
         model.zero_grad()
-        # Other threads may do as they please meanwhile: the one that prepares batches allocates pinned memory.
+        # thread_local, because the thread that prepares batches allocates pinned memory meanwhile.
         with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             value = loss(self.batch)
             torch.autograd.backward(value)
@@ -40,7 +40,7 @@ class Recorded:
         return batch.inputs.shape == self.batch.inputs.shape and batch.documents is None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The loss, good until the next call, as are the gradients of matrices; those of vectors add up."""
+        """The loss. It and the gradients of matrices are overwritten by the next call; those of vectors accumulate."""
         self.batch.inputs.copy_(batch.inputs)
         self.batch.targets.copy_(batch.targets)
         self.graph.replay()
@@ -55,7 +55,7 @@ class Recorded:
 
 
 def launch_bound(run: Callable[[], Tensor], model: nn.Module) -> bool:
-    """True if launching takes more than half of the time of a pass. Gradients are dropped."""
+    """True if a pass is launch-bound (see tuning.GRAPH_LAUNCH_SHARE). Discards gradients."""
     parts = []
     for _ in range(3):
         model.zero_grad()

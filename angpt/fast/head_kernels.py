@@ -1,8 +1,8 @@
-"""Triton kernels of the heads: q and k of a packed W_qkv h rotated and normed in one pass, gradients packed in another.
+"""Triton kernels of the heads: rotate and norm q and k of a packed W_qkv h in one pass; gradients, packed, in another.
 
-`models.primitives.normed_heads` is the plain form. Rotation and norm commute, so a program loads each vector as it is
-and once more with the two halves of its rotated part exchanged. A tile has all heads of its tokens, which share the
-angles. As in `block_kernels`, the last tokens come first.
+`models.primitives.normed_heads` is the plain form. Rotation and norm commute, so a program loads each vector twice, as
+it is and with the two halves of its rotated part exchanged. A tile has all heads of its tokens, which share the angles.
+As in `block_kernels`, tokens are processed from last to first.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ STAGES, PROGRAMS = tuning.HEADS_BACKWARD_STAGES, tuning.HEADS_BACKWARD_PROGRAMS
 
 @triton.jit
 def _partner(cols, HALF: tl.constexpr):
-    """The column with which rotation mixes each; the same where nothing is rotated."""
+    """The column that rotation mixes with each column; itself if it is not rotated."""
     return tl.where(cols < HALF, cols + HALF, tl.where(cols < 2 * HALF, cols - HALF, cols))
 
 
 @triton.jit
 def _angles(cos_ptr, sin_ptr, tokens, cols, period, HALF: tl.constexpr):
-    """Cosine, and sine with the sign that its term has in each column; 1 and 0 where nothing is rotated."""
+    """Cosine, and sine with the sign of its term, for each column; 1 and 0 if it is not rotated."""
     at, rotated = (tokens % period) * HALF + cols % HALF, cols < 2 * HALF
     sign = tl.where(cols < HALF, -1.0, 1.0)
     return tl.load(cos_ptr + at, rotated, 1.0), tl.load(sin_ptr + at, rotated, 0.0) * sign
@@ -38,7 +38,7 @@ def _angles(cos_ptr, sin_ptr, tokens, cols, period, HALF: tl.constexpr):
 
 @triton.jit
 def _norm_rotated(x_ptr, partner_ptr, y_ptr, gain_ptr, cos, sin, inside, GAIN: tl.constexpr, EPS: tl.constexpr):
-    """Stores norm(rotate(x)) · gain; all pointers are blocks of pointers."""
+    """Store norm(rotate(x)) · gain; all pointers are blocks of pointers."""
     x = tl.load(x_ptr, inside, 0.0).to(tl.float32)
     exchanged = tl.load(partner_ptr, inside, 0.0).to(tl.float32)
     y = (x * cos + exchanged * sin) * tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) + EPS)
@@ -73,7 +73,7 @@ def _norm_rotated_backward(
     x_ptr, dx_ptr, dy_ptr, gain_ptr, row, dy_row, gain_row, cols, partner, cos, sin, inside,
     GAIN: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of q or k, and returns the terms of that of the gain."""
+    """Store the gradient of q or k, and return the terms of the gradient of the gain."""
     x = tl.load(x_ptr + row + cols, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + dy_row + cols, inside, 0.0).to(tl.float32)
     dy_exchanged = tl.load(dy_ptr + dy_row + partner, inside, 0.0).to(tl.float32)
@@ -158,7 +158,7 @@ def heads_backward(
     qkv: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor | None, k_gain: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of qkv and of both gains; the latter as one term per program, to be summed."""
+    """Gradients of qkv and of both gains; those of the gains as one term per program, to be summed."""
     b, t, _, heads, d = qkv.shape
     shape = _shape_back(heads, d)
     programs = min(PROGRAMS, triton.cdiv(b * t, shape["TOKENS"]))

@@ -1,4 +1,4 @@
-"""Triton kernel of the mean cross-entropy of logits (N, V), which a second loop over each row turns into its gradient.
+"""Triton kernel of the mean cross-entropy of logits (N, V), which overwrites the logits with their gradient.
 
 `models.primitives.cross_entropy` is the plain form."""
 
@@ -24,7 +24,7 @@ def _cross_entropy(
     place = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     target = tl.load(targets_ptr + row)
     counted = target != -100
-    # A maximum and a sum of exponentials for each lane, put together at the end: no warp waits for others on the way.
+    # Each lane has its own maximum and sum of exponentials, combined at the end: warps do not wait for each other.
     largest = tl.full((LANES,), -1e30, tl.float32)
     total = tl.zeros((LANES,), tl.float32)
     for first in range(0, width, LANES * EACH):
@@ -41,7 +41,7 @@ def _cross_entropy(
     if GRADIENT:
         tl.debug_barrier()  # no warp overwrites the target's logit before all have read it
         weight = tl.where(counted, 1 / tl.load(count_ptr), 0.0)
-        for block in range(tl.cdiv(width, LANES * EACH)):  # backwards: what was read last may still be in the cache
+        for block in range(tl.cdiv(width, LANES * EACH)):  # from last to first: the last may still be cached
             cols = (tl.cdiv(width, LANES * EACH) - 1 - block) * (LANES * EACH) + place
             x = tl.load(logits_ptr + cols, cols < width, float("-inf"), eviction_policy="evict_first").to(tl.float32)
             gradient = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * weight
@@ -77,13 +77,13 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:
-            raise RuntimeError("the gradient of this loss has been taken already, and it has overwritten the logits")
+            raise RuntimeError("the gradient of this loss has already been computed, which has overwritten the logits")
         n, width = gradient.shape
         _multiply[(n,)](gradient, gradients[0].contiguous(), width, BLOCK=LANES * EACH)
         return gradient, None
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
-    """primitives.cross_entropy; the logits are lost."""
+    """primitives.cross_entropy; overwrites the logits."""
     result: Tensor = CrossEntropy.apply(logits, targets)  # type: ignore[no-untyped-call]
     return result

@@ -7,7 +7,7 @@ from angpt.models import primitives
 
 
 def bf16_on_gpu(x: Tensor, *args: object, **kwargs: object) -> bool:
-    """True if the kernels apply to a tensor."""
+    """True if a tensor is bf16 on a GPU, where the kernels apply."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 

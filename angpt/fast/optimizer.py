@@ -26,7 +26,7 @@ def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _is_matrix_on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and x.ndim == 2 and x.numel() > 0  # a process may hold no row of a small matrix
+    return x.is_cuda and x.ndim == 2 and x.numel() > 0  # a rank may have no row of a small matrix
 
 
 def _adam_applies(states: Sequence[ParameterState], *_: object, **__: object) -> bool:

@@ -1,9 +1,9 @@
 """The optimizer step of matrices on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
 
-`optim.adam.adam_` is the same in plain PyTorch. It would read and write each parameter up to six times per step.
+`optim.adam.adam_` is the plain form, which reads and writes each parameter up to six times per step.
 
-A launch takes many matrices. Its table has a line with the addresses of each, its programs are listed by the number of
-their matrix and the place where they begin.
+One launch updates many matrices. A table has a line of addresses for each matrix; a list has, for each program, the
+number of its matrix and the position where it starts.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.b
 
 @triton.jit
 def _place(programs_ptr, EACH: tl.constexpr):
-    """The matrix of this program, and where it begins there, a multiple of what each program takes."""
+    """The matrix of this program and its start there, a multiple of the size that each program processes."""
     program = tl.program_id(0)
     return tl.load(programs_ptr + 2 * program), tl.multiple_of(tl.load(programs_ptr + 2 * program + 1), EACH)
 
 
 @triton.jit
 def _pointer(entry_ptr, KIND: tl.constexpr):
-    """The pointer that an entry of a table holds; 16 is ALIGNMENT."""
+    """The pointer in an entry of a table; 16 is ALIGNMENT."""
     return tl.multiple_of(tl.load(entry_ptr).to(tl.pointer_type(KIND)), 16)
 
 
@@ -71,7 +71,7 @@ def _rows(
     CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole rows: one read and one write of everything."""
+    """Adam on a tile of whole rows: reads and writes everything once."""
     matrix, first = _place(programs_ptr, ROWS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
     rows = first + tl.arange(0, ROWS)[:, None]
@@ -97,7 +97,7 @@ def _columns(
     CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """A strip of whole columns: down once for Adam and the lengths, once more, out of the cache, to scale."""
+    """Adam on a strip of whole columns: one pass for Adam and the lengths, a second one, from the cache, to scale."""
     matrix, first = _place(programs_ptr, COLS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
     cols = first.to(tl.int32) + tl.arange(0, COLS)[None, :]
@@ -116,7 +116,7 @@ def _columns(
         tl.store(m_ptr + at, m, inside)
         tl.store(v_ptr + at, v, inside)
     scale = _scale(squares, UNIT, TINY)
-    tl.debug_barrier()  # warps read below what others have written above
+    tl.debug_barrier()  # the next loop reads what other warps have written
     for top in range(0, n_rows.to(tl.int32), ROWS):
         rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
@@ -131,10 +131,10 @@ def _squares(
     table_ptr, programs_ptr, sums_ptr,
     KIND: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The sum of squares of one stretch of one tensor; a line of the table is its address and its size."""
+    """Sum of squares of one segment of a tensor; a line of the table is the address and the size of a tensor."""
     tensor, first = _place(programs_ptr, BLOCK)
     x_ptr, size = _pointer(table_ptr + 2 * tensor, KIND), tl.load(table_ptr + 2 * tensor + 1)
-    if EVEN:  # no load of several elements lies across the end
+    if EVEN:  # vectorised loads do not cross the end
         size = tl.multiple_of(size, 16)
     total = tl.zeros((BLOCK,), tl.float32)
     for tile in range(TILES):
@@ -146,25 +146,25 @@ def _squares(
 
 @cache
 def _programs(lengths: tuple[int, ...], each: int, device: torch.device) -> Tensor:
-    """For each program the number of its matrix, and where of that length it begins; it takes `each` of it."""
+    """(programs, 2): the number of each program's matrix and its start there; a program processes `each` elements."""
     starts = [np.arange(0, length, each) for length in lengths]
     numbers = np.repeat(np.arange(len(lengths)), [len(s) for s in starts])
     return torch.from_numpy(np.stack((numbers, np.concatenate(starts)), axis=1)).to(device)
 
 
 def _table(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Pinned and not waited for: a step must not stop the device."""
+    """A table on the device, copied asynchronously from pinned memory: a step must not wait for the device."""
     return torch.tensor(lines, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
 def _address(x: Tensor) -> int:
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        raise ValueError(f"tensors must be contiguous and begin at a multiple of {ALIGNMENT} bytes")
+        raise ValueError(f"tensors must be contiguous and aligned to {ALIGNMENT} bytes")
     return x.data_ptr()
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements of tensors of one dtype, in fp32 and in one launch."""
+    """Sum of the squares of all elements of tensors of one dtype, in fp32 and in one launch."""
     device, kind = tensors[0].device, KINDS[tensors[0].dtype]
     if any(x.dtype != tensors[0].dtype for x in tensors):
         raise ValueError("all tensors must have one dtype")
@@ -181,7 +181,7 @@ def adam_(
     states: Sequence[ParameterState], gradients: Sequence[Tensor], clip: Tensor, *,
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """`optim.adam.adam_` of matrices, in one launch for all that have the same width, constraint and so on."""
+    """`optim.adam.adam_` of matrices, in one launch per width, constraint, weight decay and dtype."""
     groups: dict[tuple[Any, ...], list[tuple[ParameterState, Tensor]]] = {}
     for state, g in zip(states, gradients, strict=True):
         key = (state.weight.shape[1], state.constraint, state.decay, state.copy is not None, g.dtype)

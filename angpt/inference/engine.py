@@ -1,7 +1,7 @@
-"""The decode loop: static buffers on the device, and on a GPU one CUDA graph for the whole step, choice included.
+"""The decode loop: static buffers on the device, and on a GPU one CUDA graph for the whole step, sampling included.
 
-The step looks at as many slots of the cache as the longest row needs, rounded up to a power of two, with a graph for
-each. Nothing in it depends on Python: between two tokens the host only launches the graph again.
+A step attends to as many slots of the cache as the longest row needs, rounded up to a power of two, with one graph per
+length. Between two tokens the host only launches the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from angpt.config import Step
 from angpt.errors import UserError
@@ -20,15 +21,15 @@ from angpt.models.folded import Cache, Folded, Layer, decode_step
 from angpt.models.primitives import Context
 
 FEWEST_SLOTS = 128
-"""The shortest part of the cache that has a graph of its own."""
-GRAPHS_WARMED = 3
-"""Steps before a capture, in which libraries set themselves up."""
+"""Smallest number of slots that a step attends to."""
+WARMUP_STEPS = 3
+"""Steps before a graph is captured, in which libraries initialise themselves."""
 
 
 @cache
 def compiled_layer() -> Any:
-    """One layer of a decode step, compiled once for all layers. Products with a single row become plain reductions,
-    which the compiler fuses with what stands before and behind them and tunes on the spot."""
+    """One layer of a decode step, compiled once for all layers. Matrix products with a single row become reductions,
+    which the compiler fuses with their neighbours and autotunes."""
 
     def layer(part: Layer, h: Tensor, ctx: Context, cache: Cache, slots: Tensor) -> Tensor:
         return part.forward(h, ctx, cache, slots, by_hand=True)
@@ -37,14 +38,14 @@ def compiled_layer() -> Any:
 
 
 def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
-    """The function that computes the logits behind one more token of each row."""
+    """The function that computes the logits after one more token of each row."""
     match step:
         case "plain":
             return model.decode
         case "compiled":
             return partial(model.decode, layer=compiled_layer())
         case "kernels" if model.device.type != "cuda" or not supports(model):
-            raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; leave out --step")
+            raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; use step='auto'")
         case "kernels":
             return partial(by_kernels, model)
         case "auto":
@@ -52,30 +53,22 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
 
 
 class Engine:
-    """Decodes batches of one size with one model. `start` takes new prompts, `advance` adds a token to every row."""
+    """Decodes batches of one size with one model: `start` reads prompts, `advance` adds a token to every row."""
 
     def __init__(
         self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
     ) -> None:
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
-        self.kind, self.decode = step, decoder_of(model, step)
+        self.settings, self.decode = (batch, slots, new_tokens, how, step), decoder_of(model, step)
         self.caches = model.make_caches(batch, slots)
-        device = model.device
-        self.tokens = torch.zeros(batch, dtype=torch.long, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.long, device=device)
-        self.count = torch.zeros(1, dtype=torch.long, device=device)
-        self.out = torch.zeros(batch, new_tokens, dtype=torch.long, device=device)
-        self.uniform = torch.zeros(batch, new_tokens, device=device)
-        self.seen: Tensor | None = None
-        if how.repetition_penalty != 1:
-            self.seen = torch.zeros(batch, model.cfg.vocab_size, dtype=torch.bool, device=device)
+        zeros = partial(torch.zeros, dtype=torch.long, device=model.device)
+        self.tokens, self.positions, self.count = zeros(batch), zeros(batch), zeros(1)
+        self.out = zeros(batch, new_tokens)
+        self.uniform = zeros(batch, new_tokens, dtype=torch.float32)
+        penalised = how.repetition_penalty != 1
+        self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def serves(self, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step) -> bool:
-        """Whether this engine can do what one made with these arguments would."""
-        mine = (len(self.tokens), self.slots, self.new_tokens, self.how, self.kind)
-        return mine == (batch, slots, new_tokens, how, step)
 
     @torch.no_grad()
     def start(self, prompts: Sequence[Sequence[int]], seed: int) -> None:
@@ -83,8 +76,7 @@ class Engine:
         lengths = [len(p) for p in prompts]
         if len(prompts) != len(self.tokens) or not 0 < max(lengths) <= self.slots:
             raise UserError(f"{len(prompts)} prompts of up to {max(lengths)} tokens do not fit this engine")
-        width = max(lengths)
-        padded = torch.tensor([[*p, *[0] * (width - len(p))] for p in prompts], device=self.tokens.device)
+        padded = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.tokens.device)
         drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
         self.uniform.copy_(torch.tensor(drawn))
         self.positions.copy_(torch.tensor(lengths))
@@ -93,13 +85,12 @@ class Engine:
             self.seen.zero_()
             for row, prompt in enumerate(prompts):
                 self.seen[row, torch.tensor(prompt, device=self.tokens.device)] = True
-        logits = self.model.prefill(padded, self.positions, self.caches)
-        self.choose(logits)
-        self.made, self.longest = 1, width
+        self.sample(self.model.prefill(padded, self.positions, self.caches))
+        self.made, self.longest = 1, max(lengths)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """One more token for every row."""
+        """Add one token to every row."""
         shown = self.shown()
         if self.tokens.device.type == "cuda":
             if shown not in self.graphs:
@@ -111,20 +102,18 @@ class Engine:
         self.longest += 1
 
     def shown(self) -> int:
-        """How many slots the next step looks at."""
-        shown = FEWEST_SLOTS
-        while shown < self.longest + 1:
-            shown *= 2
-        return min(shown, self.slots)
+        """Number of slots that the next step attends to: a power of two, or all."""
+        return min(max(FEWEST_SLOTS, 1 << self.longest.bit_length()), self.slots)
 
     def step(self, shown: int) -> None:
-        """The whole of a decode step, on tensors that stay where they are."""
+        """A whole decode step, on tensors with fixed addresses."""
         caches = [Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in self.caches]
         logits = self.decode(self.tokens, self.positions, caches, self.slots)
         self.positions.add_(1)
-        self.choose(logits)
+        self.sample(logits)
 
-    def choose(self, logits: Tensor) -> None:
+    def sample(self, logits: Tensor) -> None:
+        """Choose the next token of each row."""
         token = pick(logits, self.how, self.uniform.index_select(1, self.count)[:, 0], self.seen)
         self.tokens.copy_(token)
         self.out.index_copy_(1, self.count, token[:, None])
@@ -133,13 +122,13 @@ class Engine:
             self.seen.scatter_(1, token[:, None], True)
 
     def capture(self, shown: int) -> torch.cuda.CUDAGraph:
-        """The step as a graph. The steps before the capture write to the cache only what the graph will write again."""
+        """The step as a CUDA graph. Warm-up steps write to the cache only what the graph will write again."""
         state = [t for t in (self.tokens, self.positions, self.count, self.out, self.seen) if t is not None]
         saved = [t.clone() for t in state]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(GRAPHS_WARMED):
+            for _ in range(WARMUP_STEPS):
                 self.step(shown)
                 for tensor, value in zip(state, saved, strict=True):
                     tensor.copy_(value)
@@ -151,5 +140,5 @@ class Engine:
         return graph
 
     def read(self, start: int) -> list[list[int]]:
-        """The tokens of every row from the start-th new one on. Waits for the device."""
+        """The new tokens of every row from number `start` on. Waits for the device."""
         return self.out[:, start : self.made].tolist()

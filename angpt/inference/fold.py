@@ -1,4 +1,4 @@
-"""Folding: everything that is constant at inference goes into the weights, once, in float64.
+"""Folding: everything that is constant at inference is multiplied into the weights, once, in float64.
 
 | what | where it goes |
 |---|---|
@@ -8,7 +8,7 @@
 | s_z | rows of W_h |
 | g, or s_qk and √d_k of nGPT | the attention scale: q·k is a sum over products, so s_q and s_k are one vector on q |
 | α, ν(α) | keep = (1 − α) ν(α) and add = α ν(α), two vectors per residual update |
-| √d_m, by which a unit norm differs from rms | the stream, that long: in W_e, and out of W_qkv, W_uz, W_h |
+| √d_m, the ratio of rms and unit norm | the residual stream: W_e times √d_m; W_qkv, W_uz, W_h divided by it |
 """
 
 import math
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from angpt.errors import UserError
 from angpt.models.decoder import Decoder
@@ -26,14 +26,14 @@ from angpt.models.primitives import nu_lerp
 
 PROBE_TOKENS = 8
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Relative difference between the logits of a model and of its folded form: some roundings of each dtype."""
+"""Largest relative difference between the logits of a model and of its folded form: a few roundings."""
 
 
 @torch.no_grad()
 def fold(model: Decoder) -> Folded:
-    """The model for inference, with the same logits, in its dtype and on its device. The model stays as it is.
+    """The model for inference, with the same logits, dtype and device. The model itself is not changed.
 
-    Reads the model's `design`. A model that does not compute what its design says is refused.
+    Reads the model's `design`; a model that does not compute what its design declares is an error.
     """
     design = model.design()
     weight = model.W_h.weight
@@ -41,12 +41,12 @@ def fold(model: Decoder) -> Folded:
         folded = Folded(replace(model.cfg), design).to(weight.dtype).eval()
     source: Any = model
     stream = math.sqrt(model.cfg.d_model) if design.output_norm else 1.0
-    scale = exact(source.embed_scale()) if design.embed_scale else 1.0
-    folded.W_e.copy_(exact(model.W_e.weight) * stream * scale)
+    scale = source.embed_scale().double() if design.embed_scale else 1.0
+    folded.W_e.copy_(model.W_e.weight.double() * stream * scale)
     for i, (layer, block) in enumerate(zip(folded.layers, model.blocks, strict=True)):
         fold_block(layer, block, design, design.input_factors[i], stream)
-    rows = exact(source.s_z())[:, None] if design.s_z else 1.0
-    folded.W_h.copy_(rows * exact(weight) * columns(getattr(model, "norm_h", None), 1.0, stream))
+    rows = source.s_z().double()[:, None] if design.s_z else 1.0
+    folded.W_h.copy_(rows * weight.double() * columns(getattr(model, "norm_h", None), 1.0, stream))
     if folded.slope_h is not None:
         folded.slope_h.copy_(source.norm_h.a)
     check_equal(model, folded)
@@ -54,13 +54,13 @@ def fold(model: Decoder) -> Folded:
 
 
 def check_equal(model: Decoder, folded: Folded) -> None:
-    """Refuse a folded model whose logits for a few tokens are not those of the model."""
+    """Raise an error if the logits of a folded model for a few tokens differ from those of the model."""
     rng = torch.Generator().manual_seed(0)
     shape = (1, min(PROBE_TOKENS, model.cfg.context))
     tokens = torch.randint(model.cfg.vocab_size, shape, generator=rng).to(folded.device)
     expected = model(tokens).to(folded.wide)
     difference = (folded(tokens) - expected).norm() / expected.norm()
-    if difference > TOLERANCE[folded.dtype]:  # false where the model itself gives no finite logits
+    if difference > TOLERANCE[folded.dtype]:  # False if the logits of the model are not finite
         raise UserError(
             f"{model.cfg.architecture}: it does not compute what its design() declares (the logits of the folded model "
             f"differ by {difference:.1e}), so it can be neither folded nor exported; declare its operations"
@@ -68,23 +68,23 @@ def check_equal(model: Decoder, folded: Folded) -> None:
 
 
 def fold_block(layer: Any, block: Any, design: Design, factor: float, stream: float) -> None:
-    """Fill one layer. `factor` stands behind its input norms, `stream` is how much longer the stream is."""
+    """Fill one layer. `factor` multiplies its input norms, `stream` the folded residual stream."""
     rows = torch.ones_like(layer.W_qkv[:, :1], dtype=torch.float64)
     if design.qk == "plain":
         rows[: len(rows) // 3] /= math.sqrt(layer.d_head)
-    layer.W_qkv.copy_(rows * exact(block.W_qkv.weight) * columns(getattr(block, "norm_a", None), factor, stream))
-    layer.W_p.copy_(exact(block.W_p.weight) * design.nu_p)
+    layer.W_qkv.copy_(rows * block.W_qkv.weight.double() * columns(getattr(block, "norm_a", None), factor, stream))
+    layer.W_p.copy_(block.W_p.weight.double() * design.nu_p)
     rows = torch.full_like(layer.W_uz[:, :1], design.nu_uz, dtype=torch.float64)
     if design.s_uz:
-        rows *= exact(block.s_uz())[:, None]
+        rows *= block.s_uz().double()[:, None]
         rows[len(rows) // 2 :] *= block.sqrt_d
-    layer.W_uz.copy_(rows * exact(block.W_uz.weight) * columns(getattr(block, "norm_m", None), factor, stream))
-    layer.W_d.copy_(exact(block.W_d.weight) * design.nu_d)
-    # Two rms in place of two unit norms make q·k larger by d_h.
+    layer.W_uz.copy_(rows * block.W_uz.weight.double() * columns(getattr(block, "norm_m", None), factor, stream))
+    layer.W_d.copy_(block.W_d.weight.double() * design.nu_d)
+    # rms instead of unit norms makes q·k larger by d_h.
     if design.qk == "g":
-        layer.gain.copy_(exact(block.g()) / layer.d_head)
+        layer.gain.copy_(block.g().double() / layer.d_head)
     elif design.qk == "s_qk":
-        layer.gain.copy_((exact(block.s_qk()).square() * (block.sqrt_d_k / layer.d_head)).view_as(layer.gain))
+        layer.gain.copy_((block.s_qk().double().square() * (block.sqrt_d_k / layer.d_head)).view_as(layer.gain))
     if design.lerp:
         layer.keep_a.data, layer.add_a.data = two_vectors(block.alpha_a(), design)
         layer.keep_m.data, layer.add_m.data = two_vectors(block.alpha_m(), design)
@@ -94,42 +94,37 @@ def fold_block(layer: Any, block: Any, design: Design, factor: float, stream: fl
 
 
 def two_vectors(alpha: Tensor, design: Design) -> tuple[Tensor, Tensor]:
-    """What multiplies the stream and what multiplies the block's output in a residual update."""
-    wide = exact(alpha)
+    """`keep` and `add`, which multiply the stream and the block's output in a residual update."""
+    wide = alpha.double()
     nu = design.update_factor * (nu_lerp(wide) if design.nu_alpha else 1.0)
     return ((1 - wide) * nu).to(alpha.dtype), (wide * nu).to(alpha.dtype)
 
 
-def columns(norm: nn.Module | None, factor: float, stream: float) -> Tensor | float:
-    """What multiplies the columns of a matrix that reads the stream through this norm."""
-    return (1.0 if norm is None else exact(norm.gamma) * factor) / stream  # type: ignore[arg-type]
-
-
-def exact(x: Tensor) -> Tensor:
-    return x.double()
+def columns(norm: Any, factor: float, stream: float) -> Tensor | float:
+    """The factor of the columns of a matrix that reads the stream through this norm."""
+    return (1.0 if norm is None else norm.gamma.double() * factor) / stream
 
 
 @dataclass(frozen=True)
 class Operations:
-    """What is left of one layer when every constant has been folded: the rows of the table of `angpt fold --table`."""
+    """The operations of one folded layer besides its matrices: a row of `angpt fold --table`."""
 
     residual: str
     norms: int
     vectors: int
-    """Products with a vector of the width of the residual stream; with the attention scale, where it is a vector."""
+    """Products with a vector of the width of the residual stream, and with the attention scale if it is a vector."""
     tanh: int
     norms_at_head: int
 
 
 def operations(design: Design) -> Operations:
-    """What is left of one layer of this design; a test counts the operations in a running model."""
-    normed = {"none": 0, "tanh": 0, "rms": 2}[design.input]
-    qk_norms = 0 if design.qk == "plain" else 2
+    """The operations of one folded layer of this design."""
+    norms = (design.input == "rms") + (design.qk != "plain") + design.output_norm + design.update_norm
     update = "keep·h + add·x" if design.lerp else "h + x"
     return Operations(
         residual=f"rms({update})" if design.update_norm else update,
-        norms=normed + qk_norms + 2 * design.output_norm + 2 * design.update_norm,
+        norms=2 * norms,  # of attention and MLP, or of q and k
         vectors=4 * design.lerp + (design.qk == "s_qk"),
-        tanh=2 if design.input == "tanh" else 0,
+        tanh=2 * (design.input == "tanh"),
         norms_at_head=int(design.input == "rms"),
     )

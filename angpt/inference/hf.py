@@ -1,7 +1,7 @@
-"""Models for Hugging Face transformers, and back: a folder that loads with no angpt installed, byte for byte the model.
+"""Export to Hugging Face transformers, as a folder that loads without angpt, and import from such a folder.
 
-The folder holds the weights as they were trained, so that they can come back, and modeling_angpt.py, which computes all
-architectures from them. Writing it needs no transformers.
+The folder holds the trained weights unchanged, so that they can be imported again, and modeling_angpt.py, which
+computes all architectures from them. Writing it does not need transformers.
 """
 
 import json
@@ -14,11 +14,11 @@ import torch
 
 from angpt.config import TrainConfig, read_toml, to_toml
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import vocab_size
+from angpt.data.tokenizers import end_token, vocab_size
 from angpt.errors import UserError
 from angpt.inference.fold import fold
 from angpt.inference.sampling import Sampling
-from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source, end_token
+from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.system import new_folder
@@ -26,9 +26,11 @@ from angpt.training import checkpoint
 from angpt.training.run import Run
 from angpt.version import __version__
 
-MODELING = "modeling_angpt.py"
+CODE = "modeling_angpt"
 RUN_CONFIG = "run.toml"
-"""The configuration of the run, which transformers does not look at."""
+"""The configuration of the run, which transformers ignores."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""The special tokens of transformers; all are the end-of-text token here."""
 
 
 def export(source: Source, folder: Path) -> None:
@@ -41,27 +43,27 @@ def export(source: Source, folder: Path) -> None:
         raise UserError(f"{source.tokenizer_path}: has more tokens than the model's vocabulary")
     with new_folder(folder) as part:
         save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
-        shutil.copyfile(Path(__file__).with_name(MODELING), part / MODELING)
+        shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
         write_json(part / EXPORT_CONFIG, config_json(model, end, source.training))
-        write_json(part / "generation_config.json", generation_json(end))
+        sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
+        write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
         if tokenizer is not None and source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
-            name = None if end is None else tokenizer.id_to_token(end)
-            write_json(part / "tokenizer_config.json", tokenizer_json(source, name))
-        run_config = run_configuration(source)
-        if run_config is not None:
+            end_name = None if end is None else tokenizer.id_to_token(end)
+            write_json(part / "tokenizer_config.json", tokenizer_json(source, end_name))
+        if (run_config := run_configuration(source)) is not None:
             (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
         (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
 
 
 def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
-    """The model that transformers makes of an export, without writing one."""
+    """The model that transformers would load from an export."""
     from angpt.inference.modeling_angpt import AnGPTConfig, AnGPTForCausalLM
 
     with torch.device(device):
         found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, None, Training())))
     found.load_state_dict(model.state_dict())
-    for p in found.parameters():  # as from_pretrained does for this class
+    for p in found.parameters():  # what from_pretrained does for this class
         p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
     return found.eval()
 
@@ -71,10 +73,7 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
     scales = {"alpha": getattr(block, "alpha_a", None), "s_qk": getattr(block, "s_qk", None), "s_z": parts.get("s_z")}
     return {
         "architectures": ["AnGPTForCausalLM"],
-        "auto_map": {
-            "AutoConfig": "modeling_angpt.AnGPTConfig",
-            "AutoModelForCausalLM": "modeling_angpt.AnGPTForCausalLM",
-        },
+        "auto_map": {"AutoConfig": f"{CODE}.AnGPTConfig", "AutoModelForCausalLM": f"{CODE}.AnGPTForCausalLM"},
         "model_type": "angpt",
         "dtype": "float32",
         "vocab_size": cfg.vocab_size,
@@ -86,21 +85,13 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         "rotary_dim": cfg.rotary_dim,
         "rotary_base": cfg.rotary_base,
         "tie_word_embeddings": False,
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
+        **dict.fromkeys(TOKEN_IDS, end),
         "graph": asdict(model.design()),
         "scales": {name: scale.init / scale.scale for name, scale in scales.items() if scale is not None},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),
     }
-
-
-def generation_json(end: int | None) -> dict[str, Any]:
-    """What `generate` does unless told otherwise: what `angpt generate` does."""
-    found = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
-    return found | ({} if end is None else {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end})
 
 
 def tokenizer_json(source: Source, end: str | None) -> dict[str, Any]:
@@ -110,7 +101,7 @@ def tokenizer_json(source: Source, end: str | None) -> dict[str, Any]:
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
-    return found | ({} if end is None else {"bos_token": end, "eos_token": end, "pad_token": end})
+    return found | ({} if end is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), end))
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -118,7 +109,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def run_configuration(source: Source) -> TrainConfig | None:
-    """Of the run that the model comes from, where it is known."""
+    """The configuration of the run that the model comes from; None if it is unknown."""
     if source.kind == "run":
         return Run.open(source.path).config()
     path = source.path / RUN_CONFIG
@@ -126,10 +117,10 @@ def run_configuration(source: Source) -> TrainConfig | None:
 
 
 def model_card(source: Source, model: Decoder, config: TrainConfig | None) -> str:
-    """README.md of an export: what the model is, how it was trained, how it is used."""
+    """The README.md of an export: the model, its training, its use."""
     cfg, training = source.cfg, source.training
     summary = Run.open(source.path).summary() if source.kind == "run" else None
-    rows: list[tuple[str, str]] = [
+    rows = [
         ("architecture", cfg.architecture),
         ("parameters", f"{model.parameter_count():,}"),
         ("width, layers, heads, MLP", f"{cfg.d_model}, {cfg.n_layers}, {cfg.n_heads}, {cfg.d_mlp}"),
@@ -160,8 +151,8 @@ tags: [angpt]
 
 # {name}
 
-A language model trained and exported with angpt {version}
-("Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025, is the paper behind it).
+A language model trained and exported with angpt {version}, based on the paper
+"Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025.
 
 | | |
 |---|---|
@@ -170,25 +161,25 @@ A language model trained and exported with angpt {version}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-folder = "."  # this one
+folder = "."  # this folder
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 
-`modeling_angpt.py` is the whole model. `angpt import hf` brings the folder back to a run.
+`modeling_angpt.py` is the whole model. `angpt import hf` turns the folder into a run again.
 """
 
 
 def import_run(source: Source, folder: Path) -> None:
-    """A run folder with the model of an export: the same weights, byte for byte, without the state of an optimizer."""
+    """Write a run folder with the weights of an export, byte for byte, and without optimizer state."""
     if source.kind != "export":
-        raise UserError(f"{source.path}: is no export but a {source.kind}")
+        raise UserError(f"{source.path}: is not an export but a {source.kind}")
     model = source.decoder()
     config = run_configuration(source) or TrainConfig(model=source.cfg)
     if config.model != source.cfg:
-        raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} are about different models")
+        raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} describe different models")
     training = source.training
     state = checkpoint.State(
         step=training.step or 0,

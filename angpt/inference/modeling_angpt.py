@@ -1,8 +1,8 @@
 """GPT+, nGPT, anGPT and their variants for transformers, in one file that needs nothing else.
 
-It holds the parameters as they were trained, byte by byte; what the architectures differ in is the `graph` of
-config.json. Constant factors and learned scales multiply activations here, which is the same map as in training.
-Vectors and the residual stream stay in fp32 where the matrices are bf16.
+The parameters are those of training, byte for byte; the `graph` in config.json says what an architecture computes.
+Constant factors and learned scales multiply activations here, which gives the same function as in training.
+Vectors and the residual stream stay in fp32 if the matrices are bf16.
 """
 
 import math
@@ -21,7 +21,7 @@ EPS = 1e-20
 
 
 class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
-    """Dimensions under the names that transformers knows, and the graph of the architecture."""
+    """Dimensions by their names in transformers, and the graph of the architecture."""
 
     model_type = "angpt"
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
@@ -41,18 +41,12 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_hidden_layers = num_hidden_layers
+        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_hidden_layers, self.head_dim = num_hidden_layers, hidden_size // num_attention_heads
         self.num_attention_heads = self.num_key_value_heads = num_attention_heads
-        self.head_dim = hidden_size // num_attention_heads
-        self.intermediate_size = intermediate_size
-        self.max_position_embeddings = max_position_embeddings
-        self.rotary_dim = rotary_dim
-        self.rotary_base = rotary_base
-        self.graph = graph or {}
-        self.scales = scales or {}
-        self.use_cache = use_cache
+        self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
+        self.graph, self.scales, self.use_cache = graph or {}, scales or {}, use_cache
         super().__init__(**({"tie_word_embeddings": False} | kwargs))
 
 
@@ -71,7 +65,7 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 
 class Scale(nn.Module):
-    """A learned vector, which is stored as a multiple of itself."""
+    """A learned vector, stored divided by a constant factor."""
 
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
@@ -184,6 +178,7 @@ def attend_eagerly(
 class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     config_class = AnGPTConfig
     base_model_prefix = ""
+    _input_embed_layer = "W_e"
     _no_split_modules: ClassVar = ["AnGPTBlock"]
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -205,12 +200,6 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if graph["s_z"]:
             self.s_z = Scale(config.vocab_size, config.scales["s_z"])
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.W_e
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.W_e = value
 
     def get_output_embeddings(self) -> nn.Module:
         return self.W_h
@@ -256,17 +245,13 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             states.append(h := block(h, cos, sin, mask, past_key_values, **kwargs))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        hidden = tuple(states) if output_hidden_states else None
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(h[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=past_key_values,
-            hidden_states=tuple(states) if output_hidden_states else None,
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=hidden)
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
@@ -274,7 +259,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         return logits * self.s_z() if self.config.graph["s_z"] else logits
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, (B, 1, T, r/2), computed anew: buffers do not survive loading."""
+        """Cosines and sines of the rotary angles, (B, 1, T, r/2), recomputed: from_pretrained drops buffers."""
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         r = self.config.rotary_dim
         frequencies = self.config.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)

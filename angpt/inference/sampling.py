@@ -1,8 +1,7 @@
 """From logits to a token: greedy, temperature, top-k, top-p, min-p, repetition penalty.
 
-Nothing here draws random numbers. Each row brings one uniform number per token, and the token is where the cumulated
-probabilities pass it: the same seed gives the same text on every device, alone or in a batch, and the whole choice can
-be part of a CUDA graph.
+Each row has one uniform number per token, drawn in advance; the token is the first whose cumulative probability exceeds
+it. So the same seed gives the same text on every device, alone or in a batch, and sampling can be part of a CUDA graph.
 """
 
 import math
@@ -27,15 +26,15 @@ class Sampling:
     temperature: float = 0.8
     """Logits are divided by this; 0 takes the likeliest token."""
     top_k: int | None = 50
-    """Only the k likeliest tokens."""
+    """Keep only the k likeliest tokens."""
     top_p: float | None = None
-    """Only the likeliest tokens that together have this probability."""
+    """Keep only the likeliest tokens that together have this probability."""
     min_p: float | None = None
-    """Only tokens with at least this part of the probability of the likeliest."""
+    """Keep only tokens with at least this fraction of the probability of the likeliest."""
 
     def __post_init__(self) -> None:
         for name, good, rule in (
-            ("repetition_penalty", self.repetition_penalty > 0, "positive; 1 is none"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive (1: off)"),
             ("temperature", self.temperature >= 0, "0 (the likeliest token) or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
@@ -50,8 +49,8 @@ GREEDY = Sampling(temperature=0, top_k=None)
 
 
 def pick(logits: "Tensor", how: Sampling, uniform: "Tensor", seen: "Tensor | None" = None) -> "Tensor":
-    """One token (B) for each row of logits (B, V), given a uniform number (B) in [0, 1) and which tokens have occurred
-    in the row, (B, V)."""
+    """One token (B) per row of logits (B, V), given uniform numbers (B) in [0, 1) and a mask (B, V) of the tokens that
+    have occurred in each row."""
     if how.repetition_penalty != 1 and seen is not None:
         penalty = how.repetition_penalty
         logits = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
@@ -60,26 +59,26 @@ def pick(logits: "Tensor", how: Sampling, uniform: "Tensor", seen: "Tensor | Non
     logits = logits / how.temperature
     ids = None
     if how.top_k is not None and how.top_k < logits.shape[-1]:
-        logits, ids = logits.topk(how.top_k, dim=-1)  # exactly k, even where several share the k-th logit
+        logits, ids = logits.topk(how.top_k, dim=-1)  # exactly k, also if several share the k-th logit
     elif how.top_p is not None:
         logits, ids = logits.sort(dim=-1, descending=True)
     p = logits.softmax(dim=-1)
     allowed = p > 0
     if how.top_p is not None:
-        allowed &= p.cumsum(dim=-1) - p < how.top_p  # the token that passes top_p is the last one in
+        allowed &= p.cumsum(dim=-1) - p < how.top_p  # includes the token that passes top_p
     if how.min_p is not None:
         allowed &= p >= how.min_p * p.amax(dim=-1, keepdim=True)
     p = p.where(allowed, 0)
     below = p.cumsum(dim=-1)
     reached = allowed & (below > uniform[:, None] * below[:, -1:])
-    # Rounding may leave a uniform number next to 1 unreached.
+    # Rounding may leave a uniform number close to 1 unreached.
     drawn = reached.int().argmax(dim=-1).where(reached.any(dim=-1), p.argmax(dim=-1))
     return drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
 
 
 def uniforms(seed: int) -> Iterator[float]:
-    """The uniform numbers of one row. Row b of a batch has the seed of the batch plus b, so that it gives what its
-    prompt gives alone with that seed."""
+    """The uniform numbers of one row. Row b of a batch has the seed of the batch plus b, so that its text is that of
+    its prompt alone with that seed."""
     if seed < 0:
         raise UserError(f"seed must not be negative, not {seed}")
     rng = np.random.Generator(np.random.PCG64(seed))

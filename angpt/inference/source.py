@@ -1,4 +1,4 @@
-"""A trained model on disk, whichever way it is stored: a run, a folded model, a Hugging Face export."""
+"""A trained model on disk in any of its forms: a run, a folded model, a Hugging Face export."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from angpt.config import ModelConfig, from_dict
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import END_NAMES, fingerprint, load_tokenizer
+from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.inference import store
 from angpt.inference.fold import fold
@@ -27,18 +27,18 @@ from angpt.training import checkpoint
 from angpt.training.run import Run
 
 EXPORT_CONFIG, EXPORT_WEIGHTS, EXPORT_SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
-"""Names that transformers gives."""
+"""File names of transformers."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model on disk and what belongs to it."""
+    """A model on disk, with its tokenizer and how it was trained."""
 
     path: Path
     kind: Literal["run", "folded", "export"]
     cfg: ModelConfig
     weights: tuple[Path, ...]
-    """Files of tensors; of a run, the folder of its newest checkpoint."""
+    """Files of tensors; for a run, the folder of its newest checkpoint."""
     tokenizer_path: Path | None
     training: Training
 
@@ -67,14 +67,14 @@ class Source:
         return found
 
     def sha256(self) -> str:
-        """Of the trained weights, by name and value: the same for a run, its export and what was folded from it."""
+        """`digest` of the trained weights: equal for a run, its export and the model folded from it."""
         return store.read_about(self.path).weights_sha256 if self.kind == "folded" else digest(self.tensors())
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
         if self.tokenizer_path is None:
             where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
-            raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the one of its data there")
+            raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the {TOKENIZER} of its data there")
         tokenizer = load_tokenizer(self.tokenizer_path)
         if self.training.tokenizer_fingerprint not in (None, fingerprint(tokenizer)):
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
@@ -82,7 +82,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """The model in a folder; an error that says what the folder is, where it holds none."""
+    """The model in a folder; an error if the folder holds none or several."""
     if (path / "config.toml").exists():
         return _open_run(path)
     if (path / store.ABOUT).exists():
@@ -97,14 +97,8 @@ def open_source(path: Path) -> Source:
     raise UserError(f"{path}: {what}; give a run folder, a folded model or an export")
 
 
-def end_token(tokenizer: Tokenizer) -> int | None:
-    """The id of the token that ends a document, where the tokenizer has one."""
-    ids = (tokenizer.token_to_id(name) for name in END_NAMES)
-    return next((token for token in ids if token is not None), None)
-
-
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and values."""
+    """SHA-256 of the names, dtypes, shapes and values of tensors."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
@@ -118,7 +112,7 @@ def _open_run(path: Path) -> Source:
     config = run.config()
     newest = checkpoint.newest(run.checkpoints)
     if newest is None:
-        raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or go on with --resume")
+        raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or continue it with --resume")
     state = checkpoint.read_state(newest, verify=False)
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
     training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)

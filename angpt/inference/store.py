@@ -1,6 +1,5 @@
-"""A folded model as a folder: weights, what they are, and the tokenizer."""
+"""A folded model on disk: a folder with the weights, their description and the tokenizer."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,12 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from angpt.config import ModelConfig, from_dict
+from angpt.config import ModelConfig, read_json
 from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.folded import Folded
-from angpt.system import new_folder
+from angpt.system import file_sha256, new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
 FORMAT = 1
@@ -24,7 +23,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Training:
-    """How a model was trained, as far as it is known."""
+    """How a model was trained, as far as that is known."""
 
     step: int | None = None
     tokens: int | None = None
@@ -34,7 +33,7 @@ class Training:
 
 @dataclass(frozen=True)
 class About:
-    """What folded.json says."""
+    """The contents of folded.json."""
 
     format: int
     model: ModelConfig
@@ -42,28 +41,27 @@ class About:
     made_from: str
     """The folder that was folded."""
     weights_sha256: str
-    """Of the weights before they were folded, by name and value."""
+    """`source.digest` of the weights before folding."""
     training: Training
     sha256: str
-    """Of model.safetensors."""
+    """Checksum of model.safetensors."""
 
 
 def save(
     path: Path, model: Folded, made_from: Path, weights_sha256: str, training: Training, tokenizer: Path | None
 ) -> None:
-    """Write a new folder, complete or not at all."""
+    """Write a new folder, complete or not at all. `made_from` and the following describe the model before folding."""
     with new_folder(path) as part:
         save_tensors(model.state_dict(), part / WEIGHTS)
-        about = About(
-            FORMAT, model.cfg, model.design, str(made_from), weights_sha256, training, _sha256(part / WEIGHTS)
-        )
+        sha256 = file_sha256(part / WEIGHTS)
+        about = About(FORMAT, model.cfg, model.design, str(made_from), weights_sha256, training, sha256)
         (part / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """With the metadata that transformers asks for. What safetensors raises where a disk is full becomes an OSError."""
+    """Write a safetensors file with the metadata that transformers needs; errors, such as a full disk, are OSErrors."""
     try:
         save_file({name: t.contiguous().cpu() for name, t in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -71,29 +69,18 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def read_about(path: Path) -> About:
-    try:
-        values = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        if values["format"] != FORMAT:
-            raise UserError(f"it has format {values['format']!r}, this version reads format {FORMAT}")
-        return from_dict(About, values)
-    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path / ABOUT}: cannot be read ({error}); fold the model again") from error
+    return read_json(About, path / ABOUT, FORMAT, "fold the model again")
 
 
 def load(path: Path) -> Folded:
     """The model in a folder, on the CPU, its weights checked against their checksum."""
     about = read_about(path)
     try:
-        if _sha256(path / WEIGHTS) != about.sha256:
-            raise UserError("its checksum is wrong")
+        if file_sha256(path / WEIGHTS) != about.sha256:
+            raise UserError("it has a wrong checksum")
         model = Folded(about.model, about.graph)
         tensors = load_file(path / WEIGHTS)
         model.prepare("cpu", tensors["W_h"].dtype).load_state_dict(tensors)
     except (UserError, OSError, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"{path / WEIGHTS}: cannot be read ({error}); fold the model again") from error
     return model.eval()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
-"""What the columns of Table 1 share: the stack of blocks around which they differ, the loss, counting."""
+"""What the columns of Table 1 share: the stack of blocks, the loss, counts of parameters and FLOPs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -29,7 +29,7 @@ class Block(nn.Module, ABC):
     """One layer: attention, residual update, MLP, residual update. `layer` counts from 1."""
 
     computes: ClassVar[Design]
-    """What the class computes; `design` adds what depends on the configuration. A variant changes both together."""
+    """What the class computes; `design` adds what depends on the configuration."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -46,20 +46,20 @@ class Block(nn.Module, ABC):
     def normed_heads(
         self, qkv: Tensor, ctx: Context, q_gain: Tensor | None = None, k_gain: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v per head, with norm(rotate(·)) and a gain of q and of k."""
+        """q, k, v per head, with norm(rotate(·)) of q and k, each times a gain."""
         return normed_heads(qkv, self.d_head, ctx.cos, ctx.sin, q_gain, k_gain)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, gain: Tensor | float) -> Tensor:
-        """softmax(q kᵀ · gain) v, heads side by side."""
+        """softmax(q kᵀ · gain) v, with the heads concatenated."""
         return attend(q, k, v, ctx.mask, gain)
 
     @abstractmethod
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
-        """What the attention adds to the residual stream, or what the stream is interpolated with."""
+        """The output of attention, which is added to the residual stream or interpolated with it."""
 
     @abstractmethod
     def mlp(self, h: Tensor) -> Tensor:
-        """What the MLP adds to the residual stream, or what the stream is interpolated with."""
+        """The output of the MLP, which is added to the residual stream or interpolated with it."""
 
     @abstractmethod
     def forward(self, h: Tensor, ctx: Context) -> Tensor:
@@ -80,7 +80,7 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
-        """The residual stream at the bottom, (B, T, d_m)."""
+        """The residual stream before the first layer, (B, T, d_m)."""
 
     @abstractmethod
     def head(self, h: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def init_matrices(self, generator: torch.Generator | None) -> None:
-        """Draw the start of every matrix."""
+        """Initialise every matrix at random."""
 
     def constraints(self) -> Mapping[str, Constraint]:
-        """Which matrices are constrained after every optimiser step, and how."""
+        """The constraints that are applied after every optimiser step, by the name of the matrix."""
         return {}
 
     def design(self) -> Design:
@@ -102,9 +102,9 @@ class Decoder(nn.Module, ABC):
         return replace(blocks[0], input_factors=layers, s_z="s_z" in scales, embed_scale="embed_scale" in scales)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V); or the mean cross-entropy, where targets (B, T) are given (−100: not counted).
+        """Logits (B, T, V), or the mean cross-entropy if targets (B, T) are given (−100: ignored).
 
-        `documents` (B, T) numbers the document of each token and keeps attention inside it.
+        `documents` (B, T) is the number of each token's document; attention then stays inside the document.
         """
         h, ctx = self.start(tokens, documents)
         for block in self.blocks:
@@ -112,28 +112,26 @@ class Decoder(nn.Module, ABC):
         return self.head(h) if targets is None else self.loss(h, targets)
 
     def loss(self, h: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of the targets, given the residual stream at the top."""
+        """The mean cross-entropy of the targets, given the residual stream after the last layer."""
         return cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
 
-    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The residual stream as it enters each layer, and after the last: (L + 1, B, T, d_m)."""
+    def streams(self, tokens: Tensor, documents: Tensor | None = None) -> Iterator[Tensor]:
+        """The residual stream (B, T, d_m) before each layer and after the last, one after the other."""
         h, ctx = self.start(tokens, documents)
-        states = [h]
+        yield h
         for block in self.blocks:
-            states.append(h := block(h, ctx))
-        return torch.stack(states)
+            yield (h := block(h, ctx))
+
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The residual stream before each layer and after the last: (L + 1, B, T, d_m)."""
+        return torch.stack(list(self.streams(tokens, documents)))
 
     def input_lengths(self, tokens: Tensor) -> Tensor:
-        """Mean length of the residual stream as it enters each layer, and after the last: (L + 1)."""
-        h, ctx = self.start(tokens)
-        lengths = [wide(h).norm(dim=-1).mean()]
-        for block in self.blocks:
-            h = block(h, ctx)
-            lengths.append(wide(h).norm(dim=-1).mean())
-        return torch.stack(lengths)
+        """Mean length of the residual stream before each layer and after the last: (L + 1)."""
+        return torch.stack([wide(h).norm(dim=-1).mean() for h in self.streams(tokens)])
 
     def start(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Context]:
-        """What the first block receives."""
+        """The residual stream and the context that the first block receives."""
         if tokens.shape[1] > self.cfg.context:
             raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
         h = self.embed(tokens)
@@ -141,14 +139,14 @@ class Decoder(nn.Module, ABC):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Bring the whole model to its start."""
+        """Initialise all parameters."""
         for part in self.modules():
             if isinstance(part, Resettable):
                 part.reset()
         self.init_matrices(generator)
 
     def matrices(self) -> dict[str, nn.Parameter]:
-        """The weight matrices by name: what is constrained, or decayed."""
+        """The weight matrices by name."""
         return {name: p for name, p in self.named_parameters() if is_matrix(p)}
 
     def parameter_count(self) -> int:
@@ -157,8 +155,8 @@ class Decoder(nn.Module, ABC):
     def flops_per_token(self, length: int | None = None) -> int:
         """Training FLOPs per token at a sequence length (the context unless given).
 
-        Six per entry of a matrix that multiplies (two forward, four backward); the embedding is a look-up and vectors
-        are left out.
+        Six per entry of a matrix (two forward, four backward), except the embedding, which is a look-up. Vectors are
+        not counted.
         """
         length = self.cfg.context if length is None else length
         multiplied = sum(p.numel() for p in self.matrices().values()) - self.W_e.weight.numel()
@@ -168,21 +166,21 @@ class Decoder(nn.Module, ABC):
 def attention_flops(cfg: ModelConfig, length: int) -> int:
     """Training FLOPs of attention per token, without its matrices.
 
-    q·k and A·v take 4·d_m forward for each token attended to, of which causality leaves half; three times that with
-    the backward pass.
+    q·k and A·v take 4·d_m forward for each token attended to, half of them under a causal mask; with the backward pass
+    three times that.
     """
     return 3 * cfg.n_layers * 4 * cfg.d_model * length // 2
 
 
 class NormalizedDecoder(Decoder):
-    """What nGPT and anGPT share: matrices that start with vectors of length 1, and a learned scale of the logits."""
+    """What nGPT and anGPT share: matrices initialised with vectors of length 1, and a learned scale of the logits."""
 
     def __init__(self, cfg: ModelConfig, stored_scale: float) -> None:
         super().__init__(cfg)
         self.s_z = LearnedScale(cfg.vocab_size, init=1.0, scale=stored_scale)
 
     def init_matrices(self, generator: torch.Generator | None) -> None:
-        """Normal, then of length exactly 1 along the constrained dimension."""
+        """Draw from a normal distribution, then scale to length 1 along the constrained dimension."""
         declared = self.constraints()
         for name, weight in self.matrices().items():
             project_(weight.normal_(generator=generator), Constraint("unit", declared[name].dim))

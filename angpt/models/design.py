@@ -1,4 +1,4 @@
-"""What an architecture computes, as data that its blocks declare: read by folding, export, decode kernels, analysis."""
+"""What an architecture computes, declared by its blocks as data for folding, export, decode kernels and analysis."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,18 +6,18 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Design:
-    """What an architecture computes, its learned parameters aside.
+    """What an architecture computes, without its learned parameters.
 
-    ν_qkv is not here: it vanishes in the norms of q and k, and passes through attention linearly with v, so that it
-    stands with ν_p. The factor of `angpt/attention-factor` vanishes in the norm behind the block.
+    ν_qkv is part of `nu_p`: the norms of q and k cancel it, and attention is linear in v. The norm after the block
+    cancels the factor of `angpt/attention-factor`.
     """
 
     input: Literal["none", "rms", "tanh"] = "none"
     """Before each block and before the head: nothing, rms(h) · γ, or tanh(a h) · γ."""
     input_factors: tuple[float, ...] = ()
-    """A constant per layer behind that."""
+    """Constant factor of that, per layer."""
     qk: Literal["g", "s_qk", "plain"] = "g"
-    """q and k normed and scaled by g, normed and scaled by s_qk and √d_k, or divided by √d_h alone."""
+    """q and k are normed and scaled by g, normed and scaled by s_qk and √d_k, or only divided by √d_h."""
     s_uz: bool = False
     """u and z are scaled by a learned vector, and z by √d_m."""
     nu_p: float = 1.0
@@ -31,11 +31,11 @@ class Design:
     lerp: bool = False
     """The residual update interpolates with a learned α; otherwise it is a sum."""
     positive_alpha: bool = False
-    """The absolute value of α counts."""
+    """α is replaced by its absolute value."""
     nu_alpha: bool = False
     """The update is multiplied by ν(α)."""
     update_factor: float = 1.0
-    """The update is multiplied by this number as well."""
+    """The update is also multiplied by this number."""
     update_norm: bool = False
     """A norm after each residual update."""
     s_z: bool = False

@@ -1,13 +1,13 @@
-"""Every normalizing factor ν of anGPT: a number that stands for 1 / ‖·‖, justified by concentration.
+"""The normalizing factors ν of anGPT: constants that replace 1 / ‖·‖, justified by concentration of measure.
 
-In high dimension the length of a random vector hardly varies, so dividing by it can be replaced by multiplying with
+In high dimension the length of a random vector hardly varies, so dividing by it can be replaced by multiplying by
 ν = 1 / sqrt(E‖·‖²). With unit inputs and unit rows:
 
 - Linear map, W of r × d: each (w_i·x)² has mean 1/d, so E‖W x‖² = r/d and ν = sqrt(d/r).
-  Queries, keys and values are maps onto one head, d_h × d_m; the output map takes one head's d_h to d_m;
-  the MLP goes from d_m to d_f and back.
+  Queries, keys and values are maps onto one head, d_h × d_m; the output map goes from d_h to d_m; the MLP goes from
+  d_m to d_f and back.
 - Interpolation, (1−α) h + α x with h and x independent: E‖·‖² = (1−α)² + α², so ν(α) = 1 / sqrt(α² + (1−α)²),
-  element by element where α is a vector.
+  elementwise if α is a vector.
 - Activation: no closed form; see `ACTIVATION_ASSUMPTIONS`.
 """
 
@@ -78,14 +78,14 @@ class Estimate:
     nu: float
     """1 / sqrt(E‖·‖²), the definition of ν."""
     mean_inverse: float
-    """E[1/‖·‖], what exact normalization would multiply with on average. By Jensen's inequality it lies above ν: for
-    a Gaussian vector of k dimensions by 3/(4k). Its relative distance from ν is the error that the paper tabulates."""
+    """E[1/‖·‖], the mean factor of exact normalization. By Jensen's inequality it is larger than ν: for a Gaussian
+    vector of k dimensions by 3/(4k). Its relative distance from ν is the error that the paper tabulates."""
     variation: float
-    """Standard deviation of ‖·‖ over its mean: how well the length concentrates."""
+    """Coefficient of variation of ‖·‖: small if the length concentrates."""
 
 
 def estimate(sample: Callable[[], Tensor], draws: int) -> Estimate:
-    """Monte-Carlo estimate from `draws` batches of vectors (in the rows of what `sample` returns)."""
+    """Monte-Carlo estimate from `draws` batches of vectors, the rows of what `sample` returns."""
     lengths = torch.cat([sample().norm(dim=-1) for _ in range(draws)]).double()
     return Estimate(
         nu=float(lengths.square().mean().rsqrt()),
@@ -100,12 +100,12 @@ def unit(*shape: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 def linear_sample(d_in: int, d_out: int, n: int, generator: torch.Generator) -> Callable[[], Tensor]:
-    """W x for fresh unit rows and n unit inputs at each call."""
+    """A function that returns W x for new unit rows and n unit inputs at each call."""
     return lambda: unit(n, d_in, generator=generator) @ unit(d_out, d_in, generator=generator).T
 
 
 def lerp_sample(d: int, alpha: float, n: int, generator: torch.Generator) -> Callable[[], Tensor]:
-    """(1−α) h + α x for n pairs of unit vectors at each call."""
+    """A function that returns (1−α) h + α x for n new pairs of unit vectors at each call."""
     return lambda: (1 - alpha) * unit(n, d, generator=generator) + alpha * unit(n, d, generator=generator)
 
 
@@ -121,5 +121,5 @@ ACTIVATION_ASSUMPTIONS: dict[str, Callable[[int, int, torch.Generator], Tensor]]
         math.sqrt(d) * unit(n, d, generator=rng) * F.silu(unit(n, d, generator=rng))
     ),
 }
-"""What 1 / sqrt(E‖·‖²) comes to under each assumption about the input of the activation, (d, n, generator) → sample.
-The paper quotes 3.74; none of these gives it, and it does not matter: the factor is a no-op (see `angpt factors`)."""
+"""Assumptions about the input of the activation, as functions (d, n, generator) → sample. The paper quotes ν = 3.74; no
+assumption gives it, which does not matter: the factor is a no-op (see `angpt factors`)."""

@@ -1,15 +1,16 @@
-"""The inference graph: matrices, norms and at most two vectors per residual update. No other factor is left.
+"""The model for inference: matrices, norms and at most two vectors per residual update.
 
-One class serves all architectures, since what differs between them is constant and in the weights (see fold.py). The
-only norm is rms without a gain: the stream of nGPT and anGPT is carried √d_m times as long as in training, which turns
-each of their unit norms into it, and the matrices that read the stream are divided by √d_m once.
+One class serves all architectures: what else differs between them is constant and folded into the weights (see
+fold.py). The only norm is rms without a gain. The stream of nGPT and anGPT is √d_m times as long as in training, which
+turns their unit norms into rms; the matrices that read the stream are divided by √d_m.
 
-Matrices may be bf16. The residual stream and the vectors stay fp32: they are a few kilobytes per token, and
-(1 − α) ν is so close to 1 that bf16 would round it away.
+Matrices may be bf16. The residual stream and the vectors stay fp32: they are a few kilobytes per token, and bf16 would
+round (1 − α) ν to 1.
 """
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig
 from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.primitives import EPS, Context, rotate
+from angpt.models.primitives import EPS, Context, rotary_angles, rotate
 from angpt.operations import operation
 
 
@@ -29,13 +30,13 @@ def rms(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def long_norm(x: Tensor) -> Tensor:
-    """√d · norm(x), which is rms(x), for a zero vector and its neighbourhood as well."""
+    """√d · norm(x): rms(x) with the ε of `norm`, so that they agree near zero too."""
     return rms(x, EPS / x.shape[-1])
 
 
 class Cache(NamedTuple):
-    """Keys and values of one layer, (B, H, S, d_h): slot s holds a token whose position is s, or s plus a multiple of
-    S where the window slides."""
+    """Keys and values of one layer, (B, H, S, d_h). Slot s holds the token at position s, or with a sliding window s
+    plus a multiple of S."""
 
     keys: Tensor
     values: Tensor
@@ -55,22 +56,21 @@ class Layer(nn.Module):
         self.W_p = parameter(cfg.d_model, cfg.d_model)
         self.W_uz = parameter(2 * cfg.d_mlp, cfg.d_model)
         self.W_d = parameter(cfg.d_model, cfg.d_mlp)
-        # The attention scale: one number, or in nGPT a number per dimension. q alone carries it.
-        gains = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
-        self.gain = None if gains is None else parameter(*gains)
-        vector = (cfg.d_model,) if design.lerp else None
-        self.keep_a, self.add_a = (None if vector is None else parameter(*vector) for _ in range(2))
-        self.keep_m, self.add_m = (None if vector is None else parameter(*vector) for _ in range(2))
+        # The attention scale, which multiplies q: one number, or in nGPT one per dimension.
+        shape = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
+        self.gain = None if shape is None else parameter(*shape)
+        vectors = (parameter(cfg.d_model) if design.lerp else None for _ in range(4))
+        self.keep_a, self.add_a, self.keep_m, self.add_m = vectors
         self.slope_a, self.slope_m = (parameter(1) if design.input == "tanh" else None for _ in range(2))
 
     def forward(
         self, h: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None = None, by_hand: bool = False
     ) -> Tensor:
-        """The residual stream after this layer: of whole sequences, or, given the slots (B) of the cache that take them
-        in, of one new token per row.
+        """The residual stream after this layer, for whole sequences; or, given the slots (B) of the cache to write to,
+        for one new token per row.
 
-        `by_hand` writes attention to the cache as products and a softmax, which compiles to kernels that use the whole
-        GPU for a single row; otherwise it is one fused kernel.
+        `by_hand` computes attention to the cache as products and a softmax, which compile to kernels that use the
+        whole GPU for a single row; otherwise it is one fused kernel.
         """
         h = self.update(h, self.attention(enter(h, self.design, self.slope_a), ctx, cache, slots, by_hand), "a")
         u, z = F.linear(enter(h, self.design, self.slope_m).to(self.W_uz.dtype), self.W_uz).chunk(2, dim=-1)
@@ -95,7 +95,8 @@ class Layer(nn.Module):
             rows = torch.arange(k.shape[0], device=k.device)
             cache.keys[rows, :, slots] = k[:, :, 0]
             cache.values[rows, :, slots] = v[:, :, 0]
-            out = (attend_by_hand if by_hand else attend_fused)(q, cache, ctx.mask)
+            fused = F.scaled_dot_product_attention
+            out = attend_by_hand(q, cache, ctx.mask) if by_hand else fused(q, *cache, attn_mask=ctx.mask, scale=1.0)
         return F.linear(out.transpose(1, 2).flatten(2), self.W_p)
 
     def update(self, h: Tensor, x: Tensor, which: str) -> Tensor:
@@ -108,14 +109,10 @@ class Layer(nn.Module):
 
 
 def enter(h: Tensor, design: Design, slope: Tensor | None) -> Tensor:
-    """What a block or the head sees of the stream."""
+    """The input of a block or of the head: the stream, its rms, or tanh(slope · stream)."""
     if slope is not None:
         return torch.tanh(slope * h)
     return rms(h) if design.input == "rms" else h
-
-
-def attend_fused(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, *cache, attn_mask=mask, scale=1.0)
 
 
 def attend_by_hand(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
@@ -125,7 +122,7 @@ def attend_by_hand(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
 
 
 class Folded(nn.Module):
-    """A model for inference. `fold` makes it from a trained one."""
+    """A model for inference, made from a trained one by `fold`."""
 
     def __init__(self, cfg: ModelConfig, design: Design) -> None:
         super().__init__()
@@ -135,10 +132,10 @@ class Folded(nn.Module):
         self.slope_h = parameter(1) if design.input == "tanh" else None
         self.W_h = parameter(cfg.vocab_size, cfg.d_model)
         self.engine: Any = None
-        """Of the last generation, for the next one."""
+        """The engine of the last call of `generate`, kept for the next."""
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """Move to a device, the matrices to a dtype; vectors stay in at least fp32."""
+        """Move to a device, and convert the matrices to a dtype; vectors stay in at least fp32."""
         self.engine = None
         for p in self.parameters():
             p.data = p.data.to(device, dtype if p.ndim == 2 else torch.promote_types(dtype, torch.float32))
@@ -150,12 +147,12 @@ class Folded(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices and the cache."""
+        """The dtype of the matrices and the cache."""
         return self.W_h.dtype
 
     @property
     def wide(self) -> torch.dtype:
-        """Of the residual stream and the logits."""
+        """The dtype of the residual stream and the logits."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -163,16 +160,16 @@ class Folded(nn.Module):
         return self.head(self.stream(tokens))
 
     def prefill(self, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
-        """Logits (B, V) behind the last token of each row, the caches filled. Rows shorter than the longest are filled
-        up on the right: no token sees what comes after it, and the cache overwrites the rest before it is seen."""
+        """Logits (B, V) after the last token of each row; fills the caches. Shorter rows are padded on the right:
+        causal attention does not see the padding, and decoding overwrites it in the cache before it is seen."""
         h = self.stream(tokens, caches)
         return self.head(h[torch.arange(len(h), device=h.device), lengths - 1])
 
     def decode(
         self, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int, layer: Any = Layer.__call__
     ) -> Tensor:
-        """Logits (B, V) behind one more token of each row, (B), which stands at its position and is added to the
-        caches. Of a cache of `capacity` slots only those that `caches` shows are looked at."""
+        """Logits (B, V) after one more token (B) of each row, at its position (B); adds it to the caches. `caches` may
+        be views of the first slots of caches with `capacity` slots."""
         cos, sin = self.angles(positions)
         seen = torch.arange(caches[0].keys.shape[2], device=positions.device) <= positions[:, None]
         ctx = Context(cos[:, None, None], sin[:, None, None], positions, seen[:, None, None])
@@ -182,7 +179,7 @@ class Folded(nn.Module):
         return self.head(h[:, 0])
 
     def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
-        """The residual stream at the top, (B, T, d_m)."""
+        """The residual stream after the last layer, (B, T, d_m)."""
         if tokens.shape[1] > self.cfg.context:
             raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -199,22 +196,18 @@ class Folded(nn.Module):
         return F.linear(enter(h, self.design, self.slope_h).to(self.dtype), self.W_h).to(self.wide)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, (…, r/2). In float64, as in training; MPS has none."""
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        r = self.cfg.rotary_dim
-        frequencies = self.cfg.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
-        angles = positions.to(exact)[..., None] * frequencies
+        """Cosines and sines of the rotary angles, (…, r/2)."""
+        angles = rotary_angles(positions, self.cfg.rotary_dim, self.cfg.rotary_base)
         return angles.cos().to(self.wide), angles.sin().to(self.wide)
 
     def make_caches(self, batch: int, slots: int) -> list[Cache]:
-        """Empty caches, of zeros: what is masked must still be a number."""
+        """Caches of zeros: masked slots must hold finite numbers."""
         shape = (batch, self.cfg.n_heads, slots, self.cfg.d_head)
-        return [
-            Cache(*(torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in range(2))) for _ in self.layers
-        ]
+        zeros = partial(torch.zeros, shape, device=self.device, dtype=self.dtype)
+        return [Cache(zeros(), zeros()) for _ in self.layers]
 
 
 @operation
 def decode_step(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
-    """Logits (B, V) behind one more token of each row: see `Folded.decode`."""
+    """Logits (B, V) after one more token of each row; see `Folded.decode`."""
     return model.decode(tokens, positions, caches, capacity)

@@ -1,8 +1,8 @@
 """The operations that Table 1 is written in: norm, rms, lerp, rotation, attention, SwiGLU, learned scales.
 
-Reductions are done in fp32 whatever the dtype of the input (float64 stays float64). An `@operation` is the plain form
-of a function that may have a faster form on a GPU, in `angpt.fast`, whose compiler passes also merge `norm`, `lerp` and
-`attend` with their neighbours.
+Reductions are done in fp32, or in float64 if the input is float64. An `@operation` is the plain form of a function that
+may have a faster form in `angpt.fast`, whose compiler passes also fuse `norm`, `lerp` and `attend` with their
+neighbours.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from angpt.operations import operation
 
-# Inside the root of norm and rms, so that a zero vector gives zero. Small enough to vanish in float64 comparisons
-# (relative error 1e-14 for a vector of length 1e-3), large enough to be a normal fp32 number.
+# Added under the root of norm and rms, so that a zero vector gives zero. Negligible in float64 comparisons (relative
+# error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
 EPS = 1e-20
 
 
@@ -36,12 +36,12 @@ def rms(x: Tensor) -> Tensor:
 
 
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:
-    """(h + α (x − h)) · ν, written as one product with each of two vectors, so that α and ν cost nothing per token."""
+    """(h + α (x − h)) · ν, as h and x each times one vector, so that α and ν are combined once for all tokens."""
     return ((1 - alpha) * nu * h + alpha * nu * x).to(h.dtype)
 
 
 def nu_lerp(alpha: Tensor) -> Tensor:
-    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), element by element."""
+    """ν(α) = 1 / sqrt(α² + (1−α)²), the factor of the interpolation h + α (x − h), elementwise."""
     return torch.rsqrt(alpha.square() + (1 - alpha).square())
 
 
@@ -49,9 +49,9 @@ def nu_lerp(alpha: Tensor) -> Tensor:
 def residual_update(
     h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
 ) -> Tensor:
-    """lerp(h, norm(x), α, ν(α) · times), or with 1 for ν(α); `normed`: the norm of that.
+    """lerp(h, norm(x), α, ν · times) with ν = ν(α) or 1; `normed`: the norm of that.
 
-    The models write it as its parts, which a compiler pass of `angpt.fast` finds.
+    The models write out its parts; a compiler pass of `angpt.fast` replaces them by this operation.
     """
     y = lerp(h, norm(x), alpha, nu_lerp(alpha) * times if nu_of_alpha else times)
     return norm(y) if normed else y
@@ -67,7 +67,7 @@ def swiglu(uz: Tensor, factor: float = 1.0) -> Tensor:
 
 @operation
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of logits (N, V), which may be overwritten; targets of −100 are not counted."""
+    """Mean cross-entropy of logits (N, V), which may be overwritten; targets of −100 are ignored."""
     return F.cross_entropy(wide(logits), targets)
 
 
@@ -79,12 +79,12 @@ def scaled_rms(x: Tensor, gain: Tensor) -> Tensor:
 
 @operation
 def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
-    """W x with the rows of W multiplied by a vector: neither the vector nor its gradient costs a pass over tokens."""
+    """W x with the rows of W multiplied by a vector; neither it nor its gradient needs a pass over the tokens."""
     return F.linear(x, (weight * gains[:, None]).to(weight.dtype))
 
 
 class ConstantFactor(torch.autograd.Function):
-    """W x · c, with the constant as alpha of the matrix products, forward and backward: it costs nothing."""
+    """W x · c, with the constant as alpha of the matrix products, forward and backward, which costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
@@ -107,7 +107,7 @@ def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module with learned scalars or vectors, which `reset` brings back to their start."""
+    """A module with learned scalars or vectors, which `reset` initialises."""
 
     def reset(self) -> None: ...
 
@@ -115,8 +115,8 @@ class Resettable(Protocol):
 class LearnedScale(nn.Module):
     """A learned vector s = (init / scale) · ŝ, where the stored ŝ starts at `scale` and s therefore at `init`.
 
-    Under Adam, whose steps do not depend on the size of the gradient, s moves init / scale times as fast as it would
-    if it were stored itself.
+    Adam's steps do not depend on the size of the gradient, so s changes init / scale times as fast as if it were stored
+    directly.
     """
 
     def __init__(self, size: int, init: float, scale: float) -> None:
@@ -136,7 +136,7 @@ class LearnedScale(nn.Module):
 
 
 class PositiveScale(LearnedScale):
-    """A learned vector of which the absolute value counts."""
+    """The absolute value of a learned vector."""
 
     def forward(self) -> Tensor:
         return super().forward().abs()
@@ -157,7 +157,7 @@ class Linear(nn.Linear):
         return y
 
     def reset_parameters(self) -> None:
-        """Left to the model, which initialises all its matrices in one place."""
+        """Does nothing: the model initialises all its matrices in one place."""
 
 
 class RMSNorm(nn.Module):
@@ -168,7 +168,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(size))
-        # A tensor, because compiled code is made anew for each value of a Python number, that is for each layer.
+        # A tensor: torch.compile would recompile for each value of a Python number, that is for each layer.
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -180,15 +180,15 @@ class RMSNorm(nn.Module):
 
 
 class Context(NamedTuple):
-    """What a block must know about the sequence beside its vectors."""
+    """What a block needs to know about the sequence besides the residual stream."""
 
     cos: Tensor
     """(…, T, r/2): cosines of the rotary angles of the first r dimensions of a head."""
     sin: Tensor
     positions: Tensor
-    """(T) or (B, T): position of each token, counted from the start of its document where documents are masked."""
+    """(T) or (B, T): position of each token, from the start of its document if documents are masked."""
     mask: Tensor | None
-    """(B, 1, T, T), true where a token may attend; None for plain causal attention."""
+    """(B, 1, T, T), True where a token may attend; None for causal attention."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -202,8 +202,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def normed_heads(
     qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, times a gain per head and dimension, or one
-    for all."""
+    """(B, T, 3·d) → q, k, v (B, H, T, d_h) with norm(rotate(·)) of q and k, each times an optional gain, per head and
+    dimension or one for all."""
     q, k, v = split_heads(qkv, d_head)
     q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
     return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
@@ -212,7 +212,7 @@ def normed_heads(
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:
     """The context of embedded tokens h (B, T, d).
 
-    `documents` (B, T) numbers the document that each token belongs to; attention then stays inside it.
+    `documents` (B, T) is the number of each token's document; attention then stays inside the document.
     """
     index = torch.arange(h.shape[1], device=h.device)
     if documents is None:
@@ -222,18 +222,22 @@ def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tens
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
         positions = index - torch.where(starts, index, 0).cummax(dim=1).values
         mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (index[:, None] >= index)
-    # Angles in float64: in fp32 the angle of position 2,000 is off by 1e-4. MPS has no float64.
-    exact = torch.float32 if h.device.type == "mps" else torch.float64
-    frequencies = rotary_base ** (-torch.arange(0, rotary_dim, 2, device=h.device, dtype=exact) / rotary_dim)
-    angles = positions.to(exact)[..., None] * frequencies
+    angles = rotary_angles(positions, rotary_dim, rotary_base)
     if angles.ndim == 3:
-        angles = angles[:, None]  # one table per row of the batch, shared by the heads
+        angles = angles[:, None]  # one table per row, shared by its heads
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     return Context(angles.cos().to(dtype), angles.sin().to(dtype), positions, mask)
 
 
+def rotary_angles(positions: Tensor, rotary_dim: int, rotary_base: float) -> Tensor:
+    """Rotary angles (…, r/2) of positions, in float64: in fp32 the angle of position 2,000 is off by 1e-4."""
+    exact = torch.float32 if positions.device.type == "mps" else torch.float64  # MPS has no float64
+    indices = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=exact)
+    return positions.to(exact)[..., None] * rotary_base ** (-indices / rotary_dim)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | float = 1.0) -> Tensor:
-    """softmax(q kᵀ · gain) v per head, causal unless there is a mask. (B, H, T, d_h) → (B, T, H·d_h)."""
+    """softmax(q kᵀ · gain) v per head, causal if there is no mask. (B, H, T, d_h) → (B, T, H·d_h)."""
     if isinstance(gain, Tensor):
         q, gain = q * gain, 1.0
     q, k = q.to(v.dtype), k.to(v.dtype)
@@ -242,7 +246,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gain: Tensor | 
 
 
 def split_heads(qkv: Tensor, d_head: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, T, 3·d) → three of (B, H, T, d_h)."""
+    """(B, T, 3·d) → q, k, v, each (B, H, T, d_h)."""
     b, t, _ = qkv.shape
     q, k, v = qkv.view(b, t, 3, -1, d_head).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v

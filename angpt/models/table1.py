@@ -48,7 +48,7 @@ def code_lines(module: ModuleType) -> dict[str, tuple[int, str]]:
         code, mark, formula = line.partition("  # ")
         if mark and "←" in formula:
             if formula in found:
-                raise ValueError(f"{module.__name__}:{number}: {formula!r} stands in line {found[formula][0]} as well")
+                raise ValueError(f"{module.__name__}:{number}: {formula!r} is also in line {found[formula][0]}")
             found[formula] = (number, code.strip().rstrip(","))
     return found
 

@@ -1,4 +1,4 @@
-"""Every ablation of the paper by name, each written as its difference from the architecture that it varies."""
+"""The ablations of the paper by name, each as a subclass of the architecture that it varies."""
 
 import math
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def architecture(name: str) -> type[Decoder]:
 
 
 def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
-    """A model initialised from the seed alone, on the CPU, or, with other numbers, on the device of a `with
-    torch.device(…)` around the call. Under `torch.device("meta")`, one without storage."""
+    """A model, initialised from the seed. It is made on the CPU, or on the device of a surrounding `with
+    torch.device(…)`, where the same seed gives other numbers; on "meta" it has no storage."""
     model = architecture(cfg.architecture)(cfg)
     device = model.W_h.weight.device
     if device.type != "meta":
@@ -44,6 +44,8 @@ def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def variant(name: str) -> Callable[[D], D]:
+    """Decorator that registers an architecture under this name."""
+
     def register(cls: D) -> D:
         ARCHITECTURES[name] = cls
         return cls
@@ -53,7 +55,7 @@ def variant(name: str) -> Callable[[D], D]:
 
 @variant("gpt+/no-qk-norm")
 class NoQKNorm(GPTPlus):
-    """Plain scaled dot products: no norm of q and k, 1/sqrt(d_h) in place of g."""
+    """Plain scaled dot products: no norm of q and k, 1/sqrt(d_h) instead of g."""
 
     class Block(GPTPlusBlock):
         computes = replace(GPTPlusBlock.computes, qk="plain")
@@ -81,7 +83,7 @@ class LNScaling(GPTPlus):
 
 
 class DynamicTanh(nn.Module):
-    """tanh(a · x) · γ in place of a norm (Zhu et al., 2025), a scalar, both learned."""
+    """tanh(a · x) · γ instead of a norm (Zhu et al., 2025), with a learned scalar a and vector γ."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -99,8 +101,8 @@ class DynamicTanh(nn.Module):
 
 @variant("gpt+/dyt")
 class DyT(GPTPlus):
-    """Every norm but that of q and k replaced by DynamicTanh, and the embedding scaled by a learned scalar that starts
-    at sqrt(d_m), as its authors do for language models."""
+    """Every norm but that of q and k replaced by DynamicTanh, and the embedding scaled by a learned scalar, initially
+    sqrt(d_m), as its authors do for language models."""
 
     class Block(GPTPlusBlock):
         computes = replace(GPTPlusBlock.computes, input="tanh")
@@ -137,14 +139,14 @@ class NGPTLerpFactor(NGPT):
 
 @variant("ngpt/bounded")
 class NGPTBounded(NGPTLerpFactor):
-    """Moreover the weights bounded by 1 rather than held at 1."""
+    """The norm after each residual update replaced by ν(α), and weights bounded by 1 instead of held at 1."""
 
     def constraints(self) -> dict[str, Constraint]:
         return {name: Constraint("bound", c.dim) for name, c in super().constraints().items()}
 
 
 def scaled_factors(const: float = 1.0, residual: float = 1.0) -> type[AnGPT]:
-    """anGPT with its constant factors and ν(α) multiplied by a number each."""
+    """anGPT with its constant factors multiplied by `const` and ν(α) by `residual`."""
 
     class Block(AnGPTBlock):
         def constants(self, cfg: ModelConfig) -> factors.Factors:
@@ -191,7 +193,7 @@ class NoResidualFactor(AnGPT):
 
 @variant("angpt/no-factors")
 class NoFactors(AnGPT):
-    """No factor at all."""
+    """Every constant factor 1, and ν(α) = 1."""
 
     class Block(NoConstBlock, NoResidualFactorBlock):
         pass
@@ -218,7 +220,7 @@ class NoLerp(AnGPT):
 
 @variant("angpt/attention-factor")
 class AttentionFactor(AnGPT):
-    """Row r of the causal attention matrix multiplied by sqrt(r), which makes it a unit row if attention is dense."""
+    """Row r of the causal attention matrix multiplied by sqrt(r): a row of length 1 if attention is uniform."""
 
     class Block(AnGPTBlock):
         def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, gain: Tensor | float) -> Tensor:

@@ -74,7 +74,7 @@ def test_a_sliding_window_goes_beyond_the_context(run: Run, capsys: pytest.Captu
         (("fold",), "which model?"),
         (("fold", "{run}", "--out", "{run}"), "exists"),
         (("export", "hf", "nowhere"), "does not exist"),
-        (("import", "hf", "{run}", "--out", "{run}-2"), "is no export"),
+        (("import", "hf", "{run}", "--out", "{run}-2"), "is not an export"),
     ],
 )
 def test_mistakes_exit_with_2_and_one_line(

@@ -137,7 +137,7 @@ def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> Non
 
 
 def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
-    tree = ast.parse(Path(hf.__file__).with_name(hf.MODELING).read_text())
+    tree = ast.parse(Path(hf.__file__).with_name(f"{hf.CODE}.py").read_text())
     imported = {
         name.partition(".")[0]
         for node in ast.walk(tree)
@@ -172,7 +172,7 @@ def test_what_cannot_be_exported_or_imported_is_refused(
             def mlp(self, h: Tensor) -> Tensor:
                 return torch.sin(super().mlp(h))
 
-    with pytest.raises(UserError, match="is no export"):
+    with pytest.raises(UserError, match="is not an export"):
         hf.import_run(open_source(run.path), tmp_path / "back")
     with pytest.raises(UserError, match="exists"):
         hf.export(open_source(run.path), root)

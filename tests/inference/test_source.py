@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from angpt.config import TrainConfig
-from angpt.data.tokenizers import load_tokenizer
+from angpt.data.tokenizers import end_token, load_tokenizer
 from angpt.errors import UserError
 from angpt.inference import store
 from angpt.inference.fold import fold
-from angpt.inference.source import digest, end_token, open_source
+from angpt.inference.source import digest, open_source
 from angpt.models.variants import build
 from angpt.training import checkpoint
 from angpt.training.run import Run

@@ -157,7 +157,7 @@ def test_the_largest_grid(read):
         ('sizes = ["a", "b"]', 'sizes = ["c"]', "grid.sizes: unknown size 'c'"),
         ('sizes = ["a", "b"]', 'sizes = ["33M"]', "did you mean 32M"),
         ('budgets = ["2048"]', "budgets = [2048]", "grid[0].budgets[0] must be a string, not 2048"),
-        ('budgets = ["2048"]', 'budgets = ["many"]', "'many' is no budget"),
+        ('budgets = ["2048"]', 'budgets = ["many"]', "'many' is not a budget"),
         ("lrs = [0.004, 0.016, 0.064]", 'lrs = ["fast"]', "grid.lrs: 'fast' is neither a number nor a multiple"),
         ("lrs = [0.004, 0.016, 0.064]", "lrs = [-1]", "grid.lrs: -1.0 must be positive"),
         ("lrs = [0.004, 0.016, 0.064]", "lrs = [nan]", "grid.lrs: nan must be positive and finite"),
