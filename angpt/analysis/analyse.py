@@ -11,7 +11,7 @@ import torch
 
 from angpt.analysis import learned, moments, norms, robustness
 from angpt.analysis.attention import AttentionProbe, LayerAttention
-from angpt.analysis.factors import FactorInTheWild, FactorProbe
+from angpt.analysis.factors import FactorProbe, MeasuredFactor
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
@@ -62,7 +62,7 @@ class RunAnalysis:
     loss: float | None
     """Loss on the tokens measured."""
     norms: norms.Norms | None
-    factors: tuple[FactorInTheWild, ...] | None
+    factors: tuple[MeasuredFactor, ...] | None
     learned: learned.Learned | None
     moments: moments.Moments | None
     robustness: robustness.Robustness | None
@@ -160,7 +160,9 @@ def analyse_run(
         loss = observe(model, text_batches(source, tokens, batch_tokens), probes, bf16=bf16, tick=done)
         measured_text = measured
         if "robustness" in parts:
-            base = robustness.text_shift(stream.stream(), loss, measured_text // source.context, source.context)
+            base = robustness.shift(
+                "text", "validation text", measured_text // source.context, source.context, loss, stream.stream()
+            )
             robust = robustness.compare(model, base, unusual, batch_tokens, bf16=bf16, tick=done)
         measured = measured_text
     optimizer = config.optimizer

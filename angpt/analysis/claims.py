@@ -6,7 +6,7 @@ from typing import Any
 
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis
-from angpt.analysis.factors import ACTIVATIONS, FactorInTheWild
+from angpt.analysis.factors import ACTIVATIONS, MeasuredFactor
 from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import Norms
@@ -136,7 +136,7 @@ def alpha(angpt: Learned) -> Claim | None:
     )
 
 
-def errors(angpt: Sequence[FactorInTheWild]) -> Claim | None:
+def errors(angpt: Sequence[MeasuredFactor]) -> Claim | None:
     worst = max((f for f in angpt if f.error is not None), key=lambda f: f.error or 0.0, default=None)
     off = [f.off for f in angpt if f.off is not None and f.activation.startswith("lerp")]
     if worst is None:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.attention import LayerAttention
-from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, FactorInTheWild
+from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, MeasuredFactor
 from angpt.analysis.learned import Learned
 from angpt.analysis.moments import Moments
 from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
@@ -110,7 +110,7 @@ def rows_on_bound(runs: Measured[Norms]) -> Table:
     )
 
 
-def factors(runs: Measured[tuple[FactorInTheWild, ...]]) -> Table:
+def factors(runs: Measured[tuple[MeasuredFactor, ...]]) -> Table:
     runs = [(run, found) for run, found in runs if any(f.nu is not None for f in found)]
     rows = []
     for run, found in runs:
@@ -129,7 +129,7 @@ def factors(runs: Measured[tuple[FactorInTheWild, ...]]) -> Table:
     )
 
 
-def _factor_cells(found: Sequence[FactorInTheWild], symbol: str) -> tuple[str, ...]:
+def _factor_cells(found: Sequence[MeasuredFactor], symbol: str) -> tuple[str, ...]:
     return (
         span([f.nu for f in found]),
         span([f.measured for f in found]),
