@@ -66,15 +66,11 @@ class AttentionProbe(Probe):
                 allowed = _allowed(ctx, i, j, q.device)
                 scores = (q[:, :, i:j] @ k[:, :, :j].mT).masked_fill(~allowed, -torch.inf)
                 squares = scores.softmax(dim=-1).square().sum(dim=-1).double()  # ‖a_r‖²: (B, H, rows)
-                self.add(layer, squares, allowed.sum(dim=-1).expand(batch, heads, j - i), tokens)
-
-    def add(self, layer: int, squares: Tensor, r: Tensor, tokens: int) -> None:
-        heads = squares.shape[1]
-        values = torch.stack([torch.ones_like(squares), squares.sqrt(), squares.reciprocal()])
-        sums = self.sums.get(layer, squares.new_zeros(3, heads, 0))
-        sums = F.pad(sums, (0, max(0, tokens + 1 - sums.shape[-1])))
-        index = r.transpose(0, 1).flatten(1).expand(3, -1, -1)
-        self.sums[layer] = sums.scatter_add(2, index, values.transpose(1, 2).flatten(2))
+                values = torch.stack([torch.ones_like(squares), squares.sqrt(), squares.reciprocal()])
+                sums = self.sums.get(layer, squares.new_zeros(3, heads, 0))
+                sums = F.pad(sums, (0, max(0, tokens + 1 - sums.shape[-1])))
+                r = allowed.sum(dim=-1).expand_as(squares).transpose(0, 1).flatten(1).expand(3, -1, -1)
+                self.sums[layer] = sums.scatter_add(2, r, values.transpose(1, 2).flatten(2))
 
     def results(self) -> tuple[LayerAttention, ...]:
         return tuple(_layer(layer + 1, self.sums[layer].cpu()) for layer in sorted(self.sums))

@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from angpt.analysis.probe import Lengths, Probe, length, ratio
@@ -74,36 +73,33 @@ class FactorProbe(Probe):
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
         if isinstance(nu := getattr(block, "nu", None), Factors):
             self.constants[layer] = nu
-        into, own = length(x), 1.0 if isinstance(scale, Tensor) else scale
+        parts: tuple[Tensor, ...] = (y,)
+        into, own, heads = length(x), 1.0 if isinstance(scale, Tensor) else scale, 1
         match name:
             case "W_qkv":
-                for part, vectors in zip("qkv", split_heads(y, block.d_head), strict=True):
-                    plain = length(vectors) / own  # (B, H, T)
-                    self.add(part, layer, plain, plain / into[:, None])
+                parts, into = split_heads(y, block.d_head), into[:, None]  # lengths are (B, H, T)
             case "W_p":
-                plain = length(y) / own
-                self.add("p", layer, plain, plain * math.sqrt(y.shape[-1] // block.d_head) / into)
+                heads = y.shape[-1] // block.d_head
             case "W_uz":
-                for part, vectors in zip("uz", y.chunk(2, dim=-1), strict=True):
-                    plain = length(vectors) / own
-                    self.add(part, layer, plain, plain / into)
+                parts = y.chunk(2, dim=-1)
             case "W_d":
-                plain = length(y) / own
                 self.plain["acf", layer].add(into / (nu.acf if isinstance(nu, Factors) else 1.0))
-                self.add("d", layer, plain, plain / into)
+            case _:
+                return
+        for part, vectors in zip(name.removeprefix("W_"), parts, strict=True):
+            plain = length(vectors) / own
+            self.add(part, layer, plain, plain * math.sqrt(heads) / into)
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        self.interpolation("lerp_a", getattr(block, "alpha_a", None), layer, block, h, x)
+        self.interpolation("a", layer, block, h, x)
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        self.interpolation("lerp_m", getattr(block, "alpha_m", None), layer, block, h, x)
+        self.interpolation("m", layer, block, h, x)
 
-    def interpolation(
-        self, name: str, scale: torch.nn.Module | None, layer: int, block: Block, h: Tensor, x: Tensor
-    ) -> None:
-        if scale is None:
+    def interpolation(self, part: str, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
+        if (scale := getattr(block, f"alpha_{part}", None)) is None:
             return
-        h, x, alpha = wide(h), wide(x), scale()
+        name, h, x, alpha = f"lerp_{part}", wide(h), wide(x), scale()
         self.add(name, layer, length(lerp(h, x, alpha)), length(lerp(norm(h), x, alpha)))
         if (factor := getattr(block, "nu_lerp", None)) is not None:
             self.applied[name, layer].add(length(lerp(h, x, alpha, factor(alpha))))

@@ -1,7 +1,7 @@
 """Values of each layer that a run recorded during training, as plain data."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 
@@ -9,16 +9,12 @@ from typing import Any, Self
 class History:
     """Values of each layer at several steps; a value outside the layers counts as one layer."""
 
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
-    values: dict[str, tuple[tuple[float, ...], ...]]
+    steps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    values: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
     """By name: for each step, a value per layer."""
-    once: tuple[str, ...]
+    once: tuple[str, ...] = ()
     """Names of the values outside the layers."""
-
-    @classmethod
-    def empty(cls) -> Self:
-        return cls((), (), {}, ())
 
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]]) -> Self:
@@ -38,12 +34,12 @@ class History:
 
     def records(self) -> tuple[dict[str, Any], ...]:
         """One dictionary per step, as the run recorded it."""
-
-        def at(i: int) -> dict[str, Any]:
-            return {name: v[i][0] if name in self.once else list(v[i]) for name, v in self.values.items()}
-
-        times = enumerate(zip(self.steps, self.tokens, strict=True))
-        return tuple({"step": step, "tokens": tokens, **at(i)} for i, (step, tokens) in times)
+        times = zip(self.steps, self.tokens, strict=True)
+        found: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in times]
+        for name, values in self.values.items():
+            for record, row in zip(found, values, strict=True):
+                record[name] = row[0] if name in self.once else list(row)
+        return tuple(found)
 
 
 def _listed(value: Any) -> tuple[float, ...]:

@@ -74,6 +74,7 @@ def text_batches(source: TextSource, tokens: int, batch_tokens: int) -> Iterator
 
 
 def condition_batches(condition: Condition, batch_tokens: int) -> Iterator[Batch]:
+    """The sequences of a condition in batches of about `batch_tokens` tokens."""
     size = max(1, batch_tokens // (condition.tokens.shape[1] - 1))
     for i in range(0, len(condition.tokens), size):
         yield as_batch(condition.tokens[i : i + size])
@@ -89,36 +90,29 @@ def as_batch(tokens: Tokens, eot: int | None = None) -> Batch:
 def token_counts(train: TokenData, vocab_size: int, limit: int = COUNTED) -> Tokens:
     """Occurrences of each token in the training text; in blocks spread evenly over it if it is longer than `limit`."""
     counts = np.zeros(vocab_size, np.int64)
-    if train.tokens <= limit:
-        blocks = [(start, min(BLOCK, train.tokens - start)) for start in range(0, train.tokens, BLOCK)]
-    else:
-        size = min(BLOCK, limit)
-        number = limit // size
-        blocks = [((train.tokens - size) * i // max(1, number - 1), size) for i in range(number)]
-    for start, size in blocks:
-        counts += np.bincount(train.read(start, size), minlength=vocab_size)[:vocab_size]
+    size = min(BLOCK, limit)
+    last = limit // size - 1
+    spread = [(train.tokens - size) * i // max(1, last) for i in range(last + 1)]
+    for start in range(0, train.tokens, size) if train.tokens <= limit else spread:
+        block = train.read(start, min(size, train.tokens - start))
+        counts += np.bincount(block, minlength=vocab_size)[:vocab_size]
     return counts
 
 
 def conditions(source: TextSource, tokens: int, counts: Tokens) -> list[Condition | Missing]:
     """Inputs unlike the training text, about `tokens` tokens of each kind. Equal arguments give equal sequences."""
     rng = np.random.Generator(np.random.PCG64(0))
-    context = source.context
-    rows = max(1, tokens // context)
+    rows = max(1, tokens // source.context)
+    shape = rows, source.context + 1
     seen = np.flatnonzero(counts)
     seen = seen[np.argsort(-counts[seen], kind="stable")]  # the most frequent first
+    rare, share = seen[-max(1, round(RAREST * len(seen))) :], f"rarest {RAREST:.0%} of those that occur in training"
     found: list[Condition | Missing] = [
-        _same_token(seen, min(SAME, context), tokens),
+        _same_token(seen, min(SAME, source.context), tokens),
         Condition(
-            "random",
-            "tokens drawn uniformly from the vocabulary",
-            rng.integers(source.known_tokens, size=(rows, context + 1)),
+            "random", "tokens drawn uniformly from the vocabulary", rng.integers(source.known_tokens, size=shape)
         ),
-        Condition(
-            "rare",
-            f"tokens drawn uniformly from the rarest {RAREST:.0%} of those that occur in training",
-            rng.choice(seen[-max(1, round(RAREST * len(seen))) :], size=(rows, context + 1)),
-        ),
+        Condition("rare", f"tokens drawn uniformly from the {share}", rng.choice(rare, size=shape)),
     ]
     found += [_longer(source, times, tokens) for times in LONGER]
     return found + _written(source, rows, rng)

@@ -88,7 +88,7 @@ def measure(model: Decoder, counts: NDArray[np.int64] | None, history: History |
         g=tuple(_values(g).mean().item() for g in gains),
         g_start=gains[0].init if gains else None,
         s_z=logit_scale(_values(logits[0]), counts, logits[0].init) if logits and counts is not None else None,
-        history=(history or History.empty()).only("alpha_", "g", "s_z"),
+        history=(history or History()).only("alpha_", "g", "s_z"),
     )
 
 

@@ -1,7 +1,5 @@
 """Numbers of the paper for comparison: 0.5B models, trained on 10B tokens."""
 
-from typing import NamedTuple
-
 RATIOS: dict[str, dict[str, float]] = {
     "first attention": {"gpt+": 0.01, "angpt": 1.07},
     "first MLP": {"gpt+": 1.60, "angpt": 1.86},
@@ -18,16 +16,8 @@ FACTOR_ERRORS = {"ν_qkv": 1.16, "ν_p": 0.07, "ν_uz": 0.02, "ν_d": 0.08, "ν_
 ALPHA = (0.12, 0.25)
 """Range of α at the end of training; it starts at 0.05."""
 
-
-class Residual(NamedTuple):
-    """Mean and standard deviation of the residual norm."""
-
-    mean: float
-    std: float
-
-
-ROBUSTNESS: dict[str, dict[str, Residual]] = {
-    "gpt+": {"text": Residual(1831.42, 353.93), "same token": Residual(545.68, 78.80)},
-    "angpt": {"text": Residual(2.48, 0.18), "same token": Residual(1.65, 0.15)},
+ROBUSTNESS = {
+    "gpt+": {"text": (1831.42, 353.93), "same token": (545.68, 78.80)},
+    "angpt": {"text": (2.48, 0.18), "same token": (1.65, 0.15)},
 }
-"""Residual norms on text and on 512 repetitions of one token."""
+"""Mean and standard deviation of the residual norm on text and on 512 repetitions of one token."""

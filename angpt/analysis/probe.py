@@ -118,7 +118,7 @@ def watch(model: Decoder, probes: Sequence[Probe]) -> Iterator[None]:
             for name in ("attention", "mlp"):
                 setattr(block, name, partial(_after, getattr(block, name), partial(notify, name, layer, block)))
             block.attend = partial(_before, block.attend, partial(notify, "attend", layer))
-            handles.append(block.register_forward_hook(partial(_output, partial(notify, "output", layer))))
+            handles.append(block.register_forward_hook(lambda _, args, h, layer=layer: notify("output", layer, h)))
             for name, part in block.named_children():
                 if isinstance(part, Linear):
                     hook = partial(_linear, partial(notify, "linear", layer, block, name))
@@ -143,10 +143,6 @@ def _before(
 ) -> Tensor:
     notify(q * gain, k, v, ctx)
     return method(q, k, v, ctx, gain)
-
-
-def _output(notify: Callable[..., None], block: Block, args: Any, h: Tensor) -> None:
-    notify(h)
 
 
 def _linear(notify: Callable[..., None], part: Linear, args: Any, options: dict[str, Any], y: Tensor) -> None:
@@ -195,10 +191,9 @@ def observe(
 
 def _summed_loss(model: Decoder, h: Tensor, targets: Tensor) -> Tensor:
     """Sum of the cross-entropy over all positions, in chunks of at most `LOGITS` logits."""
-    h, targets = h.flatten(0, 1)[None], targets.flatten()
-    step = max(1, LOGITS // model.cfg.vocab_size)
+    positions = max(1, LOGITS // model.cfg.vocab_size)
     total = torch.zeros((), dtype=torch.float64, device=h.device)
-    for i in range(0, h.shape[1], step):
-        logits = wide(model.head(h[:, i : i + step])[0])
-        total += F.cross_entropy(logits, targets[i : i + step], reduction="sum")
+    chunks = zip(torch.split(h.flatten(0, 1), positions), torch.split(targets.flatten(), positions), strict=True)
+    for states, tokens in chunks:
+        total += F.cross_entropy(wide(model.head(states[None])[0]), tokens, reduction="sum")
     return total

@@ -11,7 +11,7 @@ from angpt.analysis.robustness import compare, shift
 def measure_norms(model, batches, history=None):
     probe = NormProbe(len(model.blocks))
     observe(model, batches, [probe])
-    return collect(model, probe, history or History.empty())
+    return collect(model, probe, history or History())
 
 
 def measure_factors(model, batches):
