@@ -1,4 +1,4 @@
-"""All measurements of several runs as plain data: `analysis.json` is this, and tables and figures show nothing else."""
+"""All measurements of several runs as plain data, stored in `analysis.json`; tables and figures show nothing else."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ import torch
 
 from angpt.analysis import learned, moments, norms, robustness
 from angpt.analysis.attention import AttentionProbe, LayerAttention
-from angpt.analysis.factors import FactorInTheWild, FactorProbe
+from angpt.analysis.factors import FactorProbe, MeasuredFactor
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
@@ -27,42 +27,42 @@ from angpt.training.plan import MICRO_TOKENS, rule_for
 from angpt.training.record import RunRecord
 
 PARTS = ("norms", "factors", "learned", "moments", "robustness", "attention")
-"""Parts of an analysis. A further one, `toy` (the examples of the paper's section 3), needs no run."""
+"""Parts of an analysis of runs; `toy`, the examples of the paper's section 3, needs no run."""
 
 TOKENS = 16_384
-"""Validation tokens over which is averaged: the means are good to under 1 %, in seconds on a laptop."""
+"""Validation tokens to measure on: seconds on a laptop, with an error of the means below 1 %."""
 SHIFTED = 8
-"""Each kind of unusual input gets this part of them."""
+"""Each kind of unusual input has 1/8 of the tokens."""
 
 Tick = Callable[[str, int, int], None]
-"""Called with progress: the name of a run, tokens done, tokens in all."""
+"""Called with progress: name of the run, tokens done, total tokens."""
 
 
 @dataclass(frozen=True)
 class RunAnalysis:
-    """Everything that was measured of one run. A part that was not asked for, or cannot be, is None."""
+    """All measurements of one run. A part that was not requested or cannot be measured is None."""
 
     run: str
-    """Name of its folder."""
+    """Name of the run folder."""
     architecture: str
     seed: int
     label: str
-    """Name in tables and figures, different for each run."""
+    """Unique name in tables and figures."""
     step: int
-    """Steps that the checkpoint has seen."""
+    """Training steps of the checkpoint."""
     fingerprint: str
-    """Checksum of its parameters."""
+    """Checksum of the parameters."""
     parameters: int
     layers: int
     context: int
     tokens: int
     """Trained tokens."""
     measured_tokens: int
-    """Validation tokens that were measured on, in each part that needs text."""
+    """Number of validation tokens measured on, in each part that needs text."""
     loss: float | None
-    """Loss on the tokens measured."""
+    """Mean loss on the measured tokens."""
     norms: norms.Norms | None
-    factors: tuple[FactorInTheWild, ...] | None
+    factors: tuple[MeasuredFactor, ...] | None
     learned: learned.Learned | None
     moments: moments.Moments | None
     robustness: robustness.Robustness | None
@@ -71,6 +71,8 @@ class RunAnalysis:
 
 @dataclass(frozen=True)
 class Analysis:
+    """The measurements of several runs, and their file."""
+
     runs: tuple[RunAnalysis, ...]
 
     @classmethod
@@ -78,7 +80,7 @@ class Analysis:
         try:
             return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it and analyse again") from error
+            raise UserError(f"{path}: cannot be read ({error}); remove it and run `angpt analyze` again") from error
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")
@@ -96,7 +98,7 @@ def analyse(
 ) -> Analysis:
     """Measure the newest checkpoint of each run on validation text, and read what the run recorded.
 
-    `sources` are models of the runs that are open already.
+    `sources` holds models that are already open, by run folder.
     """
     for part in parts:
         if part not in PARTS:
@@ -108,13 +110,11 @@ def analyse(
     resolved = [path.resolve() for path in runs]
     if twice := next((path for path in runs if resolved.count(path.resolve()) > 1), None):
         raise UserError(f"{twice}: is named twice")
-    where = present(choose_device(device))
+    where, sources = present(choose_device(device)), sources or {}
     records = [RunRecord.open(path) for path in runs]
-    names = labels([(record.path, record.config) for record in records])
-    opened = sources or {}
     found = []
-    for record, name in zip(records, names, strict=True):
-        stored = opened.get(record.path) or open_source(record.path)
+    for record, name in zip(records, labels([(record.path, record.config) for record in records]), strict=True):
+        stored = sources.get(record.path) or open_source(record.path)
         found.append(analyse_run(record, stored, parts, name, data=data, tokens=tokens, device=where, tick=tick))
     return Analysis(tuple(found))
 
@@ -130,41 +130,35 @@ def analyse_run(
     device: torch.device,
     tick: Tick = lambda run, done, total: None,
 ) -> RunAnalysis:
-    """One run. What needs the text goes through the model once, for all parts together."""
+    """Measure one run; the text passes through the model once for all parts."""
     config, state, history = record.config, state_of(stored), History.of(record.layers)
-    needs_text = any(part in parts for part in ("norms", "factors", "robustness", "attention"))
-    needs_data = needs_text or "learned" in parts
     model = stored.decoder().to(device)
     bf16, batch_tokens = device.type == "cuda", MICRO_TOKENS[device.type]
-    source = open_text(config, data, state) if needs_data else None
-    counts = None if source is None else token_counts(source.train, source.vocab_size)
-
     stream, factors, attention = norms.NormProbe(len(model.blocks)), FactorProbe(), AttentionProbe()
     probes: list[Probe] = [stream] if "norms" in parts or "robustness" in parts else []
     probes += [factors] if "factors" in parts else []
     probes += [attention] if "attention" in parts else []
-    measured, loss, robust = 0, None, None
-    if source is not None and needs_text:
+    source = open_text(config, data, state) if probes or "learned" in parts else None
+    counts = token_counts(source.train, source.vocab_size) if source else None
+    done, measured, loss, robust = 0, 0, None, None
+    if source and counts is not None and probes:
+        unusual = conditions(source, max(1, tokens // SHIFTED), counts) if "robustness" in parts else []
         total = max(1, tokens // source.context) * source.context
-        unusual = []
-        if "robustness" in parts:
-            assert counts is not None
-            unusual = conditions(source, max(1, tokens // SHIFTED), counts)
-            total += sum(c.tokens[:, 1:].size for c in unusual if isinstance(c, Condition))
+        total += sum(c.tokens[:, 1:].size for c in unusual if isinstance(c, Condition))
 
-        def done(count: int) -> None:
-            nonlocal measured
-            measured += count
-            tick(record.path.name, measured, total)
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            tick(record.path.name, done, total)
 
-        loss = observe(model, text_batches(source, tokens, batch_tokens), probes, bf16=bf16, tick=done)
-        measured_text = measured
+        loss = observe(model, text_batches(source, tokens, batch_tokens), probes, bf16=bf16, tick=progress)
+        measured, context = done, source.context
         if "robustness" in parts:
-            base = robustness.text_shift(stream.stream(), loss, measured_text // source.context, source.context)
-            robust = robustness.compare(model, base, unusual, batch_tokens, bf16=bf16, tick=done)
-        measured = measured_text
-    optimizer = config.optimizer
-    warmup = rule_for(config.model.architecture).warmup if optimizer.warmup is None else optimizer.warmup
+            text = robustness.shift("text", "validation text", measured // context, context, loss, stream.stream())
+            robust = robustness.compare(model, text, unusual, batch_tokens, bf16=bf16, tick=progress)
+    warmup = config.optimizer.warmup
+    if warmup is None:
+        warmup = rule_for(config.model.architecture).warmup
     return RunAnalysis(
         run=record.name,
         architecture=config.model.architecture,
@@ -188,18 +182,18 @@ def analyse_run(
 
 
 def state_of(source: Source) -> checkpoint.State:
-    """The state that was saved with the checkpoint of a run."""
+    """The training state stored with the weights of a run."""
     weights = source.weights[0]
     return checkpoint.read_state(weights if weights.is_dir() else weights.parent, verify=False)
 
 
 def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) -> TextSource:
-    """The text of a run, or other text that was made with the same tokenizer."""
+    """The text of a run, or the text in `data`, which must be made with the same tokenizer."""
     path, vocab = data or config.data.path, config.model.vocab_size
     train, val = TokenData.open(path, "train"), TokenData.open(path, "val")
     ours, theirs = train.tokenizer_fingerprint, state.tokenizer_fingerprint
     if ours is not None and theirs is not None and ours != theirs:
-        raise UserError(f"{path}: was made with another tokenizer than the run was trained with; choose another --data")
+        raise UserError(f"{path}: was prepared with another tokenizer than the run's data; choose another --data")
     for split in (train, val):
         if split.max_token >= vocab:
             raise UserError(
@@ -210,8 +204,8 @@ def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) ->
 
 
 def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:
-    """A name for each run: its architecture, whether it is without the warm-up that is usual for it, and its folder
-    where that does not tell it from another."""
+    """A name for each run: its architecture, "without warm-up" if it lacks its usual one, and its folder if two runs
+    would have the same name."""
     names = []
     for _, config in runs:
         name = label(config.model.architecture)

@@ -1,24 +1,30 @@
-"""The figures of an analysis: norms, factors and learned parameters by layer."""
+"""Figures of an analysis: norms, factors and learned parameters by layer."""
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
-from angpt.analysis.history import History
 from angpt.analysis.norms import Norms
-from angpt.present.charts import Absent, Chart, Row
+from angpt.present.charts import Absent, Chart
 from angpt.present.layers import LayerHistory, layer_axis, layer_panels, values_of
 from angpt.present.style import FURTHER, GROUPS, Look, band, fold_legend, looks, panels, plain_log_axis, reference
 from angpt.present.words import number, quantity, span
 
 SHORT_DASHES: Any = (0, (3, 2))
+BLOCK_FIELDS = ("maps", "relative_update")
+BOUND_FIELDS = ("group", "layer", "mean", "low", "high", "on_bound")
+BIN_FIELDS = ("first", "last", "tokens", "mean", "low", "high")
 
 
 def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
-    """A look for each run by its label: that of its architecture, and another for a second run of the same."""
+    """A look for each run, by its label: that of its architecture, or a new one for a second run of the same."""
     names: dict[str, str] = {}
     for run in runs:
         names[run.label] = run.label if run.architecture in names.values() else run.architecture
@@ -27,17 +33,16 @@ def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
 
 
 def layer_histories(analysis: Analysis, part: str) -> list[LayerHistory]:
-    """The values of each layer that the runs recorded through training."""
-    found = []
-    for run in analysis.runs:
-        measured = getattr(run, part)
-        history: History = measured.history if measured else History.empty()
-        found.append(LayerHistory(run.label, run.architecture, run.run, run.tokens, run.seed, history.records()))
-    return found
+    """The values of each layer that the runs recorded during training."""
+    measured = [(run, getattr(run, part)) for run in analysis.runs]
+    return [
+        LayerHistory(r.label, r.architecture, r.run, r.tokens, r.seed, found.history.records() if found else ())
+        for r, found in measured
+    ]
 
 
 def norms(analysis: Analysis) -> Chart | Absent:
-    """The stream by depth, and what the blocks do to it."""
+    """Length of the residual stream and ratios of the blocks by layer."""
     title = "Norms by depth"
     runs = [(run, run.norms) for run in analysis.runs if run.norms]
     if not runs:
@@ -50,14 +55,11 @@ def norms(analysis: Analysis) -> Chart | Absent:
         for run, found in runs:
             look = style[run.label]
             places = range(1, run.layers + 2)
-            means, stds = [s.mean or 0.0 for s in found.stream], [s.std or 0.0 for s in found.stream]
-            low, high = zip(*((max(m - s, m / 10), m + s) for m, s in zip(means, stds, strict=True)), strict=True)
-            band(axes[0], places, low, high, look.color)
+            means, stds = np.array([(s.mean or 0.0, s.std or 0.0) for s in found.stream]).T
+            band(axes[0], places, np.maximum(means - stds, means / 10), means + stds, look.color)
             axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)
-            for ax, name in zip(axes[1:], ("maps", "relative_update"), strict=True):
-                for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
-                    values = [getattr(b, name) or float("nan") for b in blocks]
-                    ax.plot(range(1, run.layers + 1), values, look.marker, ls=dash, color=look.color, lw=1.4, ms=4)
+            for ax, name in zip(axes[1:], BLOCK_FIELDS, strict=True):
+                block_lines(ax, found, name, look, ms=4, lw=1.4)
         axes[0].set(title="Residual stream", ylabel="length of h")
         axes[1].set(title="Last map over first map", ylabel="output over input")
         axes[2].set(title="Update over stream", ylabel="update over stream")
@@ -73,28 +75,30 @@ def norms(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="norms",
         title=title,
-        caption="At the last checkpoint, on validation text. The residual stream: mean length as it enters each layer "
-        "and after the last (“out”), with its standard deviation over tokens. Last map over first map: mean length "
-        "behind the last linear map of a block over that in front of its first. Update over stream: what the residual "
-        "stream receives from the block over the stream. Solid: attention, dashed: MLP.",
+        caption="At the last checkpoint, on validation text. Residual stream: mean length before each layer and after "
+        "the last (“out”), with its standard deviation over tokens. Last map over first map: mean length after the "
+        "last linear map of a block over that before its first. Update over stream: what the residual stream receives "
+        "from the block over the stream. Solid: attention, dashed: MLP.",
         alt=f"Line charts by layer. Length of the stream into the first layer and after the last: {'; '.join(ends)}.",
         columns=("run", "layer", "stream", "std", "attention_maps", "attention_update", "mlp_maps", "mlp_update"),
-        rows=tuple(row for run, found in runs for row in _norm_rows(run, found)),
+        rows=tuple(
+            (run.label, i, stats.mean, stats.std, *(getattr(b, name, None) for b in blocks for name in BLOCK_FIELDS))
+            for run, f in runs
+            for i, (stats, *blocks) in enumerate(zip_longest(f.stream, f.attention, f.mlp), 1)
+        ),
         draw=draw,
     )
 
 
-def _norm_rows(run: RunAnalysis, found: Norms) -> list[Row]:
-    rows: list[Row] = []
-    for i, stats in enumerate(found.stream):
-        blocks = (found.attention[i], found.mlp[i]) if i < run.layers else ()
-        ratios = [value for b in blocks for value in (b.maps, b.relative_update)] or [None] * 4
-        rows.append((run.label, i + 1, stats.mean, stats.std, *ratios))
-    return rows
+def block_lines(ax: Axes, found: Norms, name: str, look: Look, **style: Any) -> None:
+    """A value of each layer's attention as a solid line, and of its MLP as a dashed one."""
+    for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
+        values = [getattr(b, name) or float("nan") for b in blocks]
+        ax.plot(range(1, len(blocks) + 1), values, look.marker, ls=dash, color=look.color, **style)
 
 
 def gamma(analysis: Analysis) -> Chart | Absent:
-    """γ and the norm of the stream that it is applied to."""
+    """Length of γ, and of the stream that its norm is applied to, by layer."""
     title = "γ of the norms by depth"
     runs = [(run, run.norms) for run in analysis.runs if run.norms and "norm_a" in run.norms.gamma]
     if not runs:
@@ -108,9 +112,7 @@ def gamma(analysis: Analysis) -> Chart | Absent:
             for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", SHORT_DASHES, "MLP")):
                 axes[0].plot(layers, found.gamma[name], look.marker, ls=dash, color=look.color, ms=5,
                              label=f"{run.label}, {what}")  # fmt: skip
-            for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
-                entering = [b.stream or float("nan") for b in blocks]
-                axes[1].plot(layers, entering, look.marker, ls=dash, color=look.color, ms=5)
+            block_lines(axes[1], found, "stream", look, ms=5)
         axes[0].set(title="Length of γ", ylabel="‖γ‖")
         axes[1].set(title="Stream that the norm sees", ylabel="length of h")
         plain_log_axis(axes[1])
@@ -123,8 +125,8 @@ def gamma(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="gamma",
         title=title,
-        caption="Length of the learned γ of the norm in front of attention (solid) and MLP (dashed), which starts at "
-        "√d_m, and the mean length of the stream that the norm is applied to.",
+        caption="Length of the learned γ of the norm before attention (solid) and MLP (dashed), which starts at √d_m, "
+        "and the mean length of the stream that the norm is applied to.",
         alt=f"Line charts by layer. Range of ‖γ‖: {'; '.join(ends)}.",
         columns=("run", "layer", "gamma_a", "gamma_m", "into_attention", "into_mlp"),
         rows=tuple(
@@ -137,10 +139,10 @@ def gamma(analysis: Analysis) -> Chart | Absent:
 
 
 def bound(analysis: Analysis) -> Chart | Absent:
-    """The share of rows on the bound."""
+    """Share of rows on the bound by layer."""
     title = "Rows on the bound"
-    runs = [(run, run.norms) for run in analysis.runs if run.norms and any(r.constraint for r in run.norms.rows)]
-    runs = [(run, found) for run, found in runs if any(r.constraint == "bound" for r in found.rows)]
+    measured = [(run, run.norms) for run in analysis.runs if run.norms]
+    runs = [(run, found) for run, found in measured if any(r.constraint == "bound" for r in found.rows)]
     if not runs:
         return Absent(title, "No architecture here bounds its weights.")
 
@@ -166,22 +168,23 @@ def bound(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="bound",
         title=title,
-        caption="Part of the rows of each matrix whose length is 1 (to 0.001), and the mean length of all its rows. "
-        "W_e and W_h, which the model has once, stand at 0.",
+        caption="Share of the rows of each matrix whose length is 1 (to within 0.001), and the mean length of all its "
+        "rows. W_e and W_h, which belong to no layer, are at 0.",
         alt=f"Dot charts by layer. Rows on the bound: {'; '.join(parts)}.",
-        columns=("run", "group", "layer", "mean", "low", "high", "on_bound"),
-        rows=tuple((run.label, r.group, r.layer, r.mean, r.low, r.high, r.on_bound) for run, f in runs for r in f.rows),
+        columns=("run", *BOUND_FIELDS),
+        rows=tuple((run.label, *attrgetter(*BOUND_FIELDS)(r)) for run, f in runs for r in f.rows),
         draw=draw,
     )
 
 
+FACTOR_FIELDS = ("activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation", "cosine")
 COLORS = dict(zip(ACTIVATIONS, (*FURTHER, "#159a40", "#a838e0"), strict=True))
 LINES = {"k": SHORT_DASHES, "v": (0, (1, 1.5)), "z": SHORT_DASHES, "lerp_m": SHORT_DASHES}
 
 
 def factors(analysis: Analysis) -> Chart | Absent:
-    """The distance of each factor from what it stands for."""
-    title = "Factors in the wild"
+    """Length of each activation after its factor, and its spread, by layer."""
+    title = "Factors in trained models"
     runs = [(run, run.factors) for run in analysis.runs if run.factors and any(f.off for f in run.factors)]
     if not runs:
         return Absent(title, "No architecture here has factors ν.")
@@ -192,8 +195,7 @@ def factors(analysis: Analysis) -> Chart | Absent:
             figure.set_figheight(figure.get_figheight() + 1.8)  # for the legend, which has a row per activation
         for (run, found), left, right in zip(runs, axes[::2], axes[1::2], strict=True):
             for name in ACTIVATIONS:
-                mine = [f for f in found if f.activation == name]
-                if mine:
+                if mine := [f for f in found if f.activation == name]:
                     layers = [f.layer for f in mine]
                     line: dict[str, Any] = {"color": COLORS[name], "ls": LINES.get(name, "-"), "ms": 4, "lw": 1.4}
                     legend = f"{SYMBOLS[name]}, {ACTIVATIONS[name]}"
@@ -217,24 +219,21 @@ def factors(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="factors",
         title=title,
-        caption="On validation text: the length of each activation after its factor, 1 if the factor were exact (what "
-        "a factor in front of it missed is included), and the standard deviation of the length over its mean, which no "
-        "constant factor can remove.",
+        caption="On validation text: the length of each activation after its factor, 1 for an exact factor (errors of "
+        "earlier factors are included), and the standard deviation of the length over its mean, which no constant "
+        "factor can remove.",
         alt=f"Line charts by layer. Length after the factor: {'; '.join(parts)}.",
-        columns=("run", "factor", "activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation",
-                 "cosine"),
+        columns=("run", "factor", *FACTOR_FIELDS),
         rows=tuple(
-            (run.label, SYMBOLS[f.activation], f.activation, f.layer, f.nu, f.measured, f.unit, f.mean_inverse,
-             f.variation, f.cosine)
-            for run, found in runs for f in found
+            (run.label, SYMBOLS[f.activation], *attrgetter(*FACTOR_FIELDS)(f)) for run, found in runs for f in found
         ),
         draw=draw,
-    )  # fmt: skip
+    )
 
 
 def learned(analysis: Analysis) -> Chart | Absent:
-    """The size of α, and g, through training."""
-    title = "Size of α, and g, through training"
+    """Mean |α| and g during training."""
+    title = "|α| and g during training"
     names = {"alpha_a_size": "|α| of attention", "alpha_m_size": "|α| of MLP", "g": "g"}
     series = [
         (run.label, name, *values_of(run, name))
@@ -245,16 +244,13 @@ def learned(analysis: Analysis) -> Chart | Absent:
     if not series:
         return Absent(title, "No run here recorded a learned α or g.")
     titled = [(f"{run}, {names[name]}", tokens, values) for run, name, tokens, values in series]
-
-    def draw(narrow: bool) -> Figure:
-        return layer_panels(titled, narrow, columns=3 if len(series) <= 3 else 4, height=2.5, shared=False)
-
+    columns = 3 if len(series) <= 3 else 4
     ends = [f"{title}: {span(list(values[-1]))}" for title, _, values in titled]
     return Chart(
         name="learned",
         title=title,
-        caption="Mean over dimensions of the size of α (anGPT leaves its sign free, so that a mean of α itself can be "
-        "near 0 while α is not), and the scale g of the attention scores, one line per layer.",
+        caption="Mean over dimensions of |α| (anGPT does not restrict the sign of α, so the mean of α itself can be "
+        "near 0), and the scale g of the attention scores; one line per layer.",
         alt=f"Line charts. At the end of training: {'; '.join(ends)}.",
         columns=("run", "value", "tokens", "layer", "mean"),
         rows=tuple(
@@ -263,28 +259,27 @@ def learned(analysis: Analysis) -> Chart | Absent:
             for t, row in zip(tokens, values, strict=True)
             for i, v in enumerate(row)
         ),
-        draw=draw,
+        draw=lambda narrow: layer_panels(titled, narrow, columns, height=2.5, shared=False),
     )
 
 
 def logit_scales(analysis: Analysis) -> Chart | Absent:
-    """|s_z| against the frequency of its token."""
+    """|s_z| against token frequency."""
     title = "Logit scale by token frequency"
     runs = [(run, run.learned.s_z) for run in analysis.runs if run.learned and run.learned.s_z]
     if not runs:
-        return Absent(title, "No architecture here has a learned scale of the logits.")
+        return Absent(title, "No architecture here learns a scale of the logits.")
     style = looks_of([run for run, _ in runs])
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(1, narrow, height=3.2)
         for run, s_z in runs:
-            look = style[run.label]
-            bins = [b for b in s_z.bins if b.last > 0]
+            look, bins = style[run.label], [b for b in s_z.bins if b.last > 0]
             x = [(b.first * b.last) ** 0.5 for b in bins]
             band(axes[0], x, [b.low for b in bins], [b.high for b in bins], look.color)
             axes[0].plot(x, [b.mean for b in bins], look.marker + "-", color=look.color, ms=5, label=run.label)
             for b in s_z.bins:
-                if b.last == 0:  # those that do not occur: at the left, apart
+                if b.last == 0:  # tokens that do not occur, apart at the left
                     axes[0].errorbar(0.4, b.mean, [[b.mean - b.low], [b.high - b.mean]], fmt=look.marker,
                                      color=look.color, ms=5, mfc="none", lw=1)  # fmt: skip
         axes[0].set(xlabel=f"occurrences in {quantity(runs[0][1].counted)} training tokens", ylabel="|s_z|")
@@ -297,13 +292,11 @@ def logit_scales(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="logit-scales",
         title=title,
-        caption="Mean of |s_z| over the tokens that occur about equally often, and the range of 80 % of them; open "
-        "markers at the left: tokens that do not occur.",
+        caption="Mean of |s_z| over tokens that occur about equally often, and the range of the middle 80 % of them; "
+        "open markers at the left: tokens that do not occur.",
         alt=f"A line chart of |s_z| against the number of occurrences. {'; '.join(parts)}.",
-        columns=("run", "first", "last", "tokens", "mean", "low", "high"),
-        rows=tuple(
-            (run.label, b.first, b.last, b.tokens, b.mean, b.low, b.high) for run, s_z in runs for b in s_z.bins
-        ),
+        columns=("run", *BIN_FIELDS),
+        rows=tuple((run.label, *attrgetter(*BIN_FIELDS)(b)) for run, s_z in runs for b in s_z.bins),
         draw=draw,
     )
 

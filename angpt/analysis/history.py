@@ -1,24 +1,20 @@
-"""What a run recorded of its layers through training, as plain data."""
+"""Values of each layer that a run recorded during training, as plain data."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 
 @dataclass(frozen=True)
 class History:
-    """Values of each layer at several times; a value that the model has once counts as one layer."""
+    """Values of each layer at several steps; a value outside the layers counts as one layer."""
 
-    steps: tuple[int, ...]
-    tokens: tuple[int, ...]
-    values: dict[str, tuple[tuple[float, ...], ...]]
-    """By name, for each time, a value per layer."""
-    once: tuple[str, ...]
-    """Names of those that the model has once."""
-
-    @classmethod
-    def empty(cls) -> Self:
-        return cls((), (), {}, ())
+    steps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    values: dict[str, tuple[tuple[float, ...], ...]] = field(default_factory=dict)
+    """By name: for each step, a value per layer."""
+    once: tuple[str, ...] = ()
+    """Names of the values outside the layers."""
 
     @classmethod
     def of(cls, records: Iterable[dict[str, Any]]) -> Self:
@@ -31,19 +27,19 @@ class History:
             once=tuple(name for name in names if not isinstance(found[0][name], list)),
         )
 
-    def only(self, *starts: str) -> Self:
-        """The values whose names start so."""
-        chosen = {name: values for name, values in self.values.items() if name.startswith(starts)}
+    def only(self, *prefixes: str) -> Self:
+        """The values whose names have one of these prefixes."""
+        chosen = {name: values for name, values in self.values.items() if name.startswith(prefixes)}
         return type(self)(self.steps, self.tokens, chosen, tuple(name for name in self.once if name in chosen))
 
     def records(self) -> tuple[dict[str, Any], ...]:
-        """One dictionary per time, as they were recorded."""
-
-        def at(i: int) -> dict[str, Any]:
-            return {name: v[i][0] if name in self.once else list(v[i]) for name, v in self.values.items()}
-
-        times = enumerate(zip(self.steps, self.tokens, strict=True))
-        return tuple({"step": step, "tokens": tokens, **at(i)} for i, (step, tokens) in times)
+        """One dictionary per step, as the run recorded it."""
+        times = zip(self.steps, self.tokens, strict=True)
+        found: list[dict[str, Any]] = [{"step": step, "tokens": tokens} for step, tokens in times]
+        for name, values in self.values.items():
+            for record, row in zip(found, values, strict=True):
+                record[name] = row[0] if name in self.once else list(row)
+        return tuple(found)
 
 
 def _listed(value: Any) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Two short texts in other languages, for models that were trained on English or on code."""
+"""Two short texts in other languages, for models trained on English or on code."""
 
 GERMAN = """\
 Am frühen Morgen, lange bevor die ersten Züge fuhren, ging die Müllerin über die schmale Brücke zum Wehr hinunter. Das

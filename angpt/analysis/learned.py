@@ -1,5 +1,6 @@
-"""Part 3, learned parameters: α of each layer, |s_z| against the frequency of its token, g of each layer."""
+"""Part 3, learned parameters: α of each layer, |s_z| against token frequency, g of each layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,18 +17,18 @@ ALPHAS = ("alpha_a", "alpha_m")
 
 @dataclass(frozen=True)
 class Spread:
-    """The entries of a learned vector of one layer."""
+    """Statistics of the entries of a learned vector of one layer."""
 
     layer: int
     """Number of the layer, from 1."""
     mean: float
     size: float
-    """Mean of the absolute values: anGPT leaves the sign of α free."""
+    """Mean of the absolute values: anGPT does not restrict the sign of α."""
     std: float
     low: float
     high: float
     negative: float
-    """Part of the entries below 0."""
+    """Share of entries below 0."""
 
 
 @dataclass(frozen=True)
@@ -35,82 +36,74 @@ class FrequencyBin:
     """Tokens that occur about equally often in the training text."""
 
     first: int
-    """Least number of occurrences in what was counted; 0 for the tokens that do not occur."""
+    """Smallest number of occurrences; 0 for the tokens that do not occur."""
     last: int
+    """Largest number of occurrences."""
     tokens: int
     mean: float
     """Mean of |s_z|."""
     low: float
-    """10 % of the tokens have a smaller |s_z|."""
+    """10 % quantile of |s_z|."""
     high: float
-    """10 % have a larger one."""
+    """90 % quantile of |s_z|."""
 
 
 @dataclass(frozen=True)
 class LogitScale:
-    """|s_z|, the size of the learned scale of each token's logit. Its sign means nothing: with the row of W_h turned
-    around it is the same model."""
+    """|s_z|, the magnitude of the learned scale of each logit. The sign has no meaning: −s_z with the negated row of
+    W_h is the same model."""
 
     start: float
     mean: float
     std: float
     negative: float
-    """Part of the tokens whose s_z is negative."""
+    """Share of tokens whose s_z is negative."""
     counted: int
-    """Training tokens in which occurrences were counted."""
+    """Number of training tokens in which occurrences were counted."""
     correlation: float | None
-    """Rank correlation (Spearman) of |s_z| with the number of occurrences, over the tokens that occur."""
+    """Spearman correlation of |s_z| with the number of occurrences, over the tokens that occur."""
     bins: tuple[FrequencyBin, ...]
 
 
 @dataclass(frozen=True)
 class Learned:
     alpha: dict[str, tuple[Spread, ...]]
-    """α of attention and MLP by layer; empty where the model has no such scale."""
+    """α of attention and MLP by layer; empty for models without."""
     alpha_start: float | None
     g: tuple[float, ...]
-    """Scale of the attention scores by layer; empty where the model has no such scale."""
+    """Scale of the attention scores by layer; empty for models without."""
     g_start: float | None
     s_z: LogitScale | None
     history: History
-    """α and g through training, as the run recorded them: means over the entries."""
+    """Means over the entries of α and g during training, as recorded by the run."""
 
 
 def measure(model: Decoder, counts: NDArray[np.int64] | None, history: History | None = None) -> Learned:
-    """`counts` are the occurrences of each token in the training text."""
-    blocks = list(model.blocks)
-    alphas = {name: [a for b in blocks if (a := _scale(b, name)) is not None] for name in ALPHAS}
-    gains = [g for b in blocks if (g := _scale(b, "g")) is not None]
-    s_z = _scale(model, "s_z")
-    first = next((a[0] for a in alphas.values() if a), None)
+    """The learned parameters of a model; `counts` are the occurrences of each token in the training text."""
+    alphas = {name: found for name in ALPHAS if (found := _scales(model.blocks, name))}
+    gains, logits = _scales(model.blocks, "g"), _scales([model], "s_z")
     return Learned(
-        alpha={name: tuple(_spread(i + 1, a) for i, a in enumerate(found)) for name, found in alphas.items() if found},
-        alpha_start=None if first is None else first.init,
+        alpha={name: tuple(_spread(i, a) for i, a in enumerate(found, 1)) for name, found in alphas.items()},
+        alpha_start=next((found[0].init for found in alphas.values()), None),
         g=tuple(_values(g).mean().item() for g in gains),
         g_start=gains[0].init if gains else None,
-        s_z=None if s_z is None or counts is None else logit_scale(_values(s_z), counts, s_z.init),
-        history=(history or History.empty()).only("alpha_", "g", "s_z"),
+        s_z=logit_scale(_values(logits[0]), counts, logits[0].init) if logits and counts is not None else None,
+        history=(history or History()).only("alpha_", "g", "s_z"),
     )
 
 
 def logit_scale(s_z: NDArray[np.float64], counts: NDArray[np.int64], start: float) -> LogitScale:
-    """|s_z| by how often its token occurs: bins of a factor of √10, those that do not occur apart."""
-    negative = float((s_z < 0).mean())
-    s_z, seen = np.abs(s_z), counts > 0
-    bins = []
-    if (~seen).any():
-        bins.append(_bin(s_z[~seen], counts[~seen]))
-    if seen.any():
-        number = np.floor(2 * np.log10(counts[seen])).astype(int)
-        bins += [_bin(s_z[seen][number == n], counts[seen][number == n]) for n in np.unique(number)]
+    """|s_z| in bins of the number of occurrences, two per decade and one for tokens that do not occur."""
+    size, seen = np.abs(s_z), counts > 0
+    number = np.where(seen, np.floor(2 * np.log10(np.maximum(counts, 1))), -1)
     return LogitScale(
         start=start,
-        mean=float(s_z.mean()),
-        std=float(s_z.std()),
-        negative=negative,
+        mean=float(size.mean()),
+        std=float(size.std()),
+        negative=float((s_z < 0).mean()),
         counted=int(counts.sum()),
-        correlation=correlation(s_z[seen], counts[seen], ranks=True),
-        bins=tuple(bins),
+        correlation=correlation(size[seen], counts[seen], ranks=True),
+        bins=tuple(_bin(size[number == n], counts[number == n]) for n in np.unique(number)),
     )
 
 
@@ -132,9 +125,8 @@ def _spread(layer: int, scale: LearnedScale) -> Spread:
     )
 
 
-def _scale(owner: torch.nn.Module, name: str) -> LearnedScale | None:
-    part = getattr(owner, name, None)
-    return part if isinstance(part, LearnedScale) else None
+def _scales(owners: Iterable[torch.nn.Module], name: str) -> list[LearnedScale]:
+    return [scale for owner in owners if isinstance(scale := getattr(owner, name, None), LearnedScale)]
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Part 4, Adam's first moment: the variance of m_t relative to its sum over training, for each matrix.
 
 The paper divides V(m_t), the variance over the entries of a matrix, by Σ_t V(m_t). A run that records every k-th step
-knows each k-th term of that sum, so a record is weighted with the steps since the one before it. Multiplied by the
-number of steps T, 1 is what every step would have if training were equally restless throughout.
+knows every k-th term of that sum, so a record is weighted by the number of steps since the previous one. Multiplied by
+the number of steps T, 1 is the mean over training.
 """
 
 from dataclasses import dataclass
@@ -13,24 +13,24 @@ from numpy.typing import NDArray
 from angpt.analysis.history import History
 
 EARLY = 0.1
-"""The part of training that counts as its start: the paper's warm-up."""
+"""Share of training that counts as its start: the paper's warm-up."""
 
 
 @dataclass(frozen=True)
 class GroupMoments:
-    """A group of matrices, such as W_p of all layers."""
+    """Relative variance of a group of matrices, such as W_p of all layers."""
 
     group: str
     relative: tuple[tuple[float, ...], ...]
-    """V(m_t) / Σ_t V(m_t), for each record a value per layer."""
+    """V(m_t) / Σ_t V(m_t): for each record, a value per layer."""
     peak: float
-    """The largest T · V(m_t) / Σ_t V(m_t), of the mean over layers."""
+    """Maximum over training of T · V(m_t) / Σ_t V(m_t), averaged over layers."""
     peak_at: float
-    """When, as a part of the training."""
+    """Time of the peak, as a share of training."""
     early: float
-    """Part of Σ_t V(m_t) that falls on the first tenth of the training; 0.1 if it is as restless throughout."""
+    """Share of Σ_t V(m_t) in the first tenth of training; 0.1 if the variance is constant."""
     spread: float
-    """Difference between layers: standard deviation over mean of the layers' relative variances, averaged over time."""
+    """Standard deviation over layers divided by their mean, averaged over training."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Moments:
     steps: tuple[int, ...]
     groups: tuple[GroupMoments, ...]
     warmup: float
-    """Part of the training in which the learning rate rose."""
+    """Share of training with a rising learning rate."""
 
 
 def measure(history: History, warmup: float) -> Moments | None:
-    """The moments that a run recorded; None if it recorded none."""
+    """The relative variances of a run; None if it recorded no moments."""
     if len(history.steps) < 2:
         return None
     groups = tuple(_group(name, values, history.steps) for name, values in history.values.items())
@@ -51,7 +51,7 @@ def measure(history: History, warmup: float) -> Moments | None:
 
 
 def relative_variance(variances: NDArray[np.float64], steps: NDArray[np.int64]) -> NDArray[np.float64]:
-    """V(m_t) / Σ_t V(m_t) along the first axis, each record standing for the steps since the one before."""
+    """V(m_t) / Σ_t V(m_t) along the first axis; each record counts for the steps since the previous one."""
     weights = np.diff(steps, prepend=0).reshape(-1, *[1] * (variances.ndim - 1))
     total = (weights * variances).sum(axis=0)
     return np.divide(variances, total, out=np.zeros_like(variances), where=total > 0)
@@ -63,7 +63,7 @@ def _group(name: str, values: tuple[tuple[float, ...], ...], steps: tuple[int, .
     mean = relative.mean(axis=1)
     highest = int(mean.argmax())
     weights = np.diff(at, prepend=0)
-    # A record that stands for steps on both sides of the border counts with the part that lies before it.
+    # Of a record that covers steps on both sides of the border, only the steps before it count.
     before = np.clip(EARLY * at[-1] - (at - weights), 0, weights)
     deviation = np.divide(relative.std(axis=1), mean, out=np.zeros_like(mean), where=mean > 0)
     return GroupMoments(

@@ -1,6 +1,4 @@
-"""The numbers of the paper that an analysis stands beside: 0.5B models, trained on 10B tokens."""
-
-from dataclasses import dataclass
+"""Numbers of the paper for comparison: 0.5B models, trained on 10B tokens."""
 
 RATIOS: dict[str, dict[str, float]] = {
     "first attention": {"gpt+": 0.01, "angpt": 1.07},
@@ -10,25 +8,16 @@ RATIOS: dict[str, dict[str, float]] = {
     "last attention": {"gpt+": 4.62, "angpt": 0.92},
     "last MLP": {"gpt+": 5.83, "angpt": 1.22},
 }
-"""Mean output norm over mean input norm of blocks."""
+"""Mean output norm over mean input norm of the blocks."""
 
 FACTOR_ERRORS = {"ν_qkv": 1.16, "ν_p": 0.07, "ν_uz": 0.02, "ν_d": 0.08, "ν_acf": 0.41, "ν(α)": 0.00}
 """Estimation error of the factors in per cent."""
 
 ALPHA = (0.12, 0.25)
-"""Where α ends, from a start of 0.05."""
+"""Range of α at the end of training; it starts at 0.05."""
 
-
-@dataclass(frozen=True)
-class Residual:
-    """Mean and standard deviation of the residual norm."""
-
-    mean: float
-    std: float
-
-
-ROBUSTNESS: dict[str, dict[str, Residual]] = {
-    "gpt+": {"text": Residual(1831.42, 353.93), "same token": Residual(545.68, 78.80)},
-    "angpt": {"text": Residual(2.48, 0.18), "same token": Residual(1.65, 0.15)},
+ROBUSTNESS = {
+    "gpt+": {"text": (1831.42, 353.93), "same token": (545.68, 78.80)},
+    "angpt": {"text": (2.48, 0.18), "same token": (1.65, 0.15)},
 }
-"""On text, and on 512 repetitions of one token."""
+"""Mean and standard deviation of the residual norm on text and on 512 repetitions of one token."""

@@ -1,4 +1,4 @@
-"""The progress of an analysis, as a bar per run."""
+"""Progress bars of an analysis, one per run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(console: Console) -> Iterator["Tick"]:
-    """A function to call with progress, which is shown while the context lasts."""
+    """A function that shows the progress it is called with, inside the context."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),
         console=console, transient=True,
@@ -22,7 +22,7 @@ def progress(console: Console) -> Iterator["Tick"]:
 
     def tick(run: str, done: int, total: int) -> None:
         if run not in tasks:
-            bar.start()  # not before there is something to show: an error comes without an empty line in front
+            bar.start()  # only now, so that an error message has no empty line before it
             tasks[run] = bar.add_task(run, total=total)
         bar.update(tasks[run], completed=done)
 

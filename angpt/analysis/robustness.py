@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from angpt.analysis.inputs import Condition, Missing, condition_batches
-from angpt.analysis.probe import Stats, StreamProbe, finite, observe, ratio
+from angpt.analysis.norms import NormProbe
+from angpt.analysis.probe import Stats, finite, observe, ratio
 from angpt.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Shift:
-    """One kind of input."""
+    """What was measured on one kind of input."""
 
     name: str
     description: str
@@ -19,15 +20,15 @@ class Shift:
     length: int
     loss: float | None
     mean: float | None
-    """Length of the residual stream, over tokens and all places: in front of each layer, and after the last."""
+    """Mean length of the residual stream over tokens and places (before each layer and after the last)."""
     std: float | None
-    """Standard deviation over tokens within a place: the root of the mean variance, without differences of places."""
+    """Standard deviation over tokens at one place: root of the variance averaged over places."""
     stream: tuple[Stats, ...]
-    """Lengths in front of each layer, and after the last."""
+    """Lengths before each layer and after the last."""
     change: float | None
-    """The mean against that of text: the larger over the smaller, at least 1."""
+    """Ratio of the mean to that of text, the larger over the smaller: at least 1."""
     worst_layer: int | None
-    """Where the stream changes most; one more than there are layers stands for after the last."""
+    """The place where the stream changes most: a layer, from 1, or the number of layers + 1 for after the last."""
     worst_change: float | None
 
 
@@ -36,11 +37,6 @@ class Robustness:
     shifts: tuple[Shift, ...]
     """Validation text first."""
     missing: tuple[Missing, ...]
-
-
-def text_shift(stream: tuple[Stats, ...], loss: float | None, sequences: int, length: int) -> Shift:
-    """Validation text, which the others are compared with."""
-    return _shift("text", "validation text", sequences, length, loss, stream, None)
 
 
 def compare(
@@ -52,30 +48,31 @@ def compare(
     bf16: bool = False,
     tick: Callable[[int], None] = lambda tokens: None,
 ) -> Robustness:
-    """Each condition against what was measured on text."""
+    """Measure each condition and compare it with `base`, which was measured on text."""
     shifts = [base]
     for condition in conditions:
         if isinstance(condition, Condition):
-            probe = StreamProbe(len(model.blocks), condition.skip)
+            probe = NormProbe(len(model.blocks), condition.skip)
             batches = condition_batches(condition, batch_tokens)
             loss = observe(model, batches, [probe], bf16=bf16, skip=condition.skip, tick=tick)
             rows, tokens = condition.tokens.shape
-            shifts.append(_shift(condition.name, condition.description, rows, tokens - 1, loss, probe.stats(), base))
+            shifts.append(shift(condition.name, condition.description, rows, tokens - 1, loss, probe.stream(), base))
     return Robustness(tuple(shifts), tuple(c for c in conditions if isinstance(c, Missing)))
 
 
-def _shift(
+def shift(
     name: str,
     description: str,
     sequences: int,
     length: int,
     loss: float | None,
     stream: tuple[Stats, ...],
-    base: Shift | None,
+    base: Shift | None = None,
 ) -> Shift:
+    """One kind of input, compared with `base`; the one without a base is what others are compared with."""
     changes = [factor(s.mean, b.mean) for s, b in zip(stream, base.stream, strict=True)] if base else []
-    known = {change: i for i, change in reversed(list(enumerate(changes))) if change is not None}
-    worst = max(known, default=None)
+    known = [i for i, change in enumerate(changes) if change is not None]
+    worst = max(known, key=lambda i: changes[i] or 0.0, default=None)
     mean = _mean([s.mean for s in stream])
     variance = _mean([None if s.std is None else s.std**2 for s in stream])
     return Shift(
@@ -88,8 +85,8 @@ def _shift(
         std=None if variance is None else math.sqrt(variance),
         stream=stream,
         change=factor(mean, base.mean) if base else None,
-        worst_layer=None if worst is None else known[worst] + 1,
-        worst_change=worst,
+        worst_layer=None if worst is None else worst + 1,
+        worst_change=None if worst is None else changes[worst],
     )
 
 

@@ -1,31 +1,36 @@
-"""The figures of an analysis: Adam's first moment, unusual inputs, attention matrices."""
+"""Figures of an analysis: Adam's first moment, unusual inputs, attention matrices."""
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.charts import looks_of
+from angpt.analysis.claims import BLOCK_MATRICES
+from angpt.analysis.probe import ratio
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import depth_bar, layer_lines
 from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
-from angpt.present.words import number, percent
+from angpt.present.words import number, percent, span
 
-MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
+ROW_FIELDS = ("first", "last", "norm", "dense", "scaled", "effective")
 
 
 def moments(analysis: Analysis) -> Chart | Absent:
-    """The relative variance of Adam's first moment, as the paper plots it."""
+    """Relative variance of Adam's first moment during training, as the paper plots it."""
     title = "Variance of Adam's first moment"
     runs = [(run, run.moments) for run in analysis.runs if run.moments]
     if not runs:
         return Absent(title, "No run has recorded it; train with --record-moments.")
-    cells = [(run, m, g) for run, m in runs for name in MATRICES for g in m.groups if g.group == name]
+    cells = [(run, m, g) for run, m in runs for name in BLOCK_MATRICES for g in m.groups if g.group == name]
     depth = max(len(g.relative[0]) for _, _, g in cells)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(cells), narrow, columns=len(MATRICES), height=2.3, sharey=True, sharex=not narrow)
+        figure, axes = panels(
+            len(cells), narrow, columns=len(BLOCK_MATRICES), height=2.3, sharey=True, sharex=not narrow
+        )
         for ax, (run, m, g) in zip(axes, cells, strict=True):
             layer_lines(ax, np.array(m.steps) / m.total_steps, m.total_steps * np.array(g.relative), depth)
             if m.warmup > 0:
@@ -41,9 +46,8 @@ def moments(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="moments",
         title=title,
-        caption="Variance over the entries of the first moment m_t, divided by its sum over training and multiplied by "
-        "the number of steps: at 1, the dashed line, a step is as restless as the mean. One line per layer. Dotted: "
-        "the end of warm-up.",
+        caption="Variance over the entries of the first moment m_t, divided by its mean over training; one line per "
+        "layer. Dashed: the mean. Dotted: the end of warm-up.",
         alt=f"Line charts by matrix and run. Peak and when it is reached: {'; '.join(ends)}.",
         columns=("run", "group", "step", "layer", "relative_variance"),
         rows=tuple(
@@ -58,7 +62,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
 
 
 def robustness(analysis: Analysis) -> Chart | Absent:
-    """Residual norms and loss on unusual inputs."""
+    """Residual norm and loss on unusual inputs."""
     title = "Inputs unlike the training text"
     runs = [(run, run.robustness) for run in analysis.runs if run.robustness]
     if not runs:
@@ -69,20 +73,15 @@ def robustness(analysis: Analysis) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(3, narrow, height=3.6, sharey=not narrow)
         for place, (run, found) in enumerate(runs):
-            look = style[run.label]
-            aside = 0.13 * (place - (len(runs) - 1) / 2)
-            y = [names.index(s.name) + aside for s in found.shifts]
-            text = found.shifts[0]
-            nothing = float("nan")
-            relative = [(s.mean or nothing) / (text.mean or nothing) for s in found.shifts]
-            extreme = [
-                (s.stream[s.worst_layer - 1].mean or nothing) / (text.stream[s.worst_layer - 1].mean or nothing)
-                if s.worst_layer
-                else nothing
+            look, text = style[run.label], found.shifts[0]
+            y = [names.index(s.name) + 0.13 * (place - (len(runs) - 1) / 2) for s in found.shifts]
+            relative = [ratio(s.mean, text.mean) for s in found.shifts]
+            worst = [
+                ratio(s.stream[s.worst_layer - 1].mean, text.stream[s.worst_layer - 1].mean) if s.worst_layer else None
                 for s in found.shifts
             ]
-            for ax, values in zip(axes, (relative, extreme, [s.loss or nothing for s in found.shifts]), strict=True):
-                ax.plot(values, y, look.marker, color=look.color, ms=6, label=run.label)
+            for ax, values in zip(axes, (relative, worst, [s.loss for s in found.shifts]), strict=True):
+                ax.plot(np.array(values, float), y, look.marker, color=look.color, ms=6, label=run.label)
         for ax in axes[:2]:
             reference(ax, vertical=True)
             ax.set_xlim(left=0)
@@ -95,16 +94,15 @@ def robustness(analysis: Analysis) -> Chart | Absent:
         fold_legend(figure, axes[0], narrow)
         return figure
 
-    parts = [
-        f"{run.label}: " + ", ".join(f"{s.name} {number(s.change)}" for s in found.shifts[1:]) for run, found in runs
-    ]
+    changes = [(run.label, [f"{s.name} {number(s.change)}" for s in found.shifts[1:]]) for run, found in runs]
+    parts = [f"{name}: {', '.join(texts)}" for name, texts in changes]
     return Chart(
         name="robustness",
         title=title,
         caption="Mean length of the residual stream over that on validation text: over all layers, and in the layer "
-        "where it changes most; and the loss. At the dashed line nothing changes. Of longer contexts only what lies "
-        "beyond the trained one counts.",
-        alt=f"Dot charts. By what factor the residual norm changes: {'; '.join(parts)}.",
+        "where it changes most; and the loss. Dashed: no change. In longer contexts only the positions beyond the "
+        "trained context count.",
+        alt=f"Dot charts. Factor by which the residual norm changes: {'; '.join(parts)}.",
         columns=("run", "input", "sequences", "length", "place", "mean", "std", "loss"),
         rows=tuple(
             (run.label, s.name, s.sequences, s.length, i + 1, stats.mean, stats.std, s.loss)
@@ -117,7 +115,7 @@ def robustness(analysis: Analysis) -> Chart | Absent:
 
 
 def attention(analysis: Analysis) -> Chart | Absent:
-    """The distance of attention from dense attention."""
+    """Row norms of the attention matrices, beside those of dense attention."""
     title = "Row norms of the attention matrices"
     runs = [(run, run.attention) for run in analysis.runs if run.attention]
     if not runs:
@@ -128,8 +126,7 @@ def attention(analysis: Analysis) -> Chart | Absent:
         figure, axes = panels(len(runs), narrow, columns=min(4, len(runs)), height=3.0, sharey=True)
         for ax, (run, found) in zip(axes, runs, strict=True):
             r = np.array([(b.first * b.last) ** 0.5 for b in found[0].bins])
-            values = [[b.norm if b.norm is not None else float("nan") for b in layer.bins] for layer in found]
-            layer_lines(ax, r, np.array(values).T, depth)
+            layer_lines(ax, r, np.array([[b.norm for b in layer.bins] for layer in found], float).T, depth)
             ax.plot(r, r**-0.5, color=INK, lw=1, ls=DASHED)
             ax.set(title=run.label, xlabel="row r", ylabel="‖a_r‖")
             plain_log_axis(ax, "x")
@@ -138,20 +135,16 @@ def attention(analysis: Analysis) -> Chart | Absent:
         depth_bar(figure, axes, depth, narrow)
         return figure
 
-    parts = [
-        f"{run.label} {number(min(x.total.scaled or 0 for x in found))} to "
-        f"{number(max(x.total.scaled or 0 for x in found))}"
-        for run, found in runs
-    ]
+    parts = [f"{run.label} {span([layer.total.scaled for layer in found])}" for run, found in runs]
     return Chart(
         name="attention",
         title=title,
         caption="Mean length of row r of the attention matrices, over heads and text, one line per layer. Dashed: "
-        "1/√r, the length if attention were dense. At 1 a row attends to a single token.",
+        "1/√r, the length for dense attention. A row of length 1 attends to a single token.",
         alt=f"Line charts on logarithmic axes. Mean of √r·‖a_r‖ by layer, 1 if dense: {'; '.join(parts)}.",
-        columns=("run", "layer", "first", "last", "norm", "dense", "scaled", "effective"),
+        columns=("run", "layer", *ROW_FIELDS),
         rows=tuple(
-            (run.label, layer.layer, b.first, b.last, b.norm, b.dense, b.scaled, b.effective)
+            (run.label, layer.layer, *attrgetter(*ROW_FIELDS)(b))
             for run, found in runs
             for layer in found
             for b in layer.bins

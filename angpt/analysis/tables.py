@@ -1,4 +1,4 @@
-"""Tables of what was measured, for the terminal, for Markdown and for the page."""
+"""Tables of an analysis, for the terminal, for Markdown and for the page."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -6,27 +6,27 @@ from typing import Any, TypeVar
 from angpt.analysis import paper
 from angpt.analysis.analyse import Analysis, RunAnalysis
 from angpt.analysis.attention import LayerAttention
-from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, FactorInTheWild
-from angpt.analysis.learned import Learned
+from angpt.analysis.factors import ACTIVATIONS, SYMBOLS, MeasuredFactor
+from angpt.analysis.learned import ALPHAS, Learned
 from angpt.analysis.moments import Moments
-from angpt.analysis.norms import ON_BOUND, BlockNorms, Norms
+from angpt.analysis.norms import ON_BOUND, Norms
 from angpt.analysis.robustness import Robustness, factor
 from angpt.present.tables import Table
 from angpt.present.words import NONE, label, number, percent, quantity, span
 
 T = TypeVar("T")
 Measured = Sequence[tuple[RunAnalysis, T]]
-"""The runs that something was measured of, and what."""
+"""Runs with one part of their measurements."""
 GROUPS = ("W_e", "W_qkv", "W_p", "W_uz", "W_d", "W_h")
 
 
 def printed(value: float | None) -> str:
-    """A number of the paper, which prints two decimals."""
+    """A number with two decimals, as the paper prints it."""
     return NONE if value is None else f"{value:,.2f}"
 
 
 def places(layers: int) -> dict[str, int]:
-    """First, middle and last layer, from 0."""
+    """Indices of the first, middle and last layer."""
     return {"first": 0, "middle": layers // 2, "last": layers - 1}
 
 
@@ -47,28 +47,22 @@ def streams(runs: Measured[Norms]) -> Table:
 
 
 def ratios(runs: Measured[Norms]) -> Table:
-    readings: dict[str, Callable[[BlockNorms], float | None]] = {
-        "maps": lambda b: b.maps,
-        "update": lambda b: b.relative_update,
-        "stream": lambda b: b.growth,
-    }
     rows = []
-    for reading, value in readings.items():
-        for place in ("first", "middle", "last"):
-            for part in ("attention", "MLP"):
-                of_paper = paper.RATIOS[f"{place} {part}"] if reading == "maps" else {}
-                cells = [printed(of_paper.get(name)) for name in ("gpt+", "angpt")]
-                for run, norms in runs:
-                    blocks = norms.attention if part == "attention" else norms.mlp
-                    cells.append(number(value(blocks[places(run.layers)[place]])))
-                rows.append((f"{reading}: {place} {part}", *cells))
+    for reading, field in {"maps": "maps", "update": "relative_update", "stream": "growth"}.items():
+        for block, theirs in paper.RATIOS.items():
+            place, part = block.split()
+            cells = [printed(theirs[name] if reading == "maps" else None) for name in theirs]
+            for run, norms in runs:
+                found = getattr(norms, part.lower())[places(run.layers)[place]]
+                cells.append(number(getattr(found, field)))
+            rows.append((f"{reading}: {block}", *cells))
     return Table(
         ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run, _ in runs)),
         rows,
         "Mean output norm over mean input norm of the blocks",
-        "maps: behind the block's last linear map over in front of its first; update: what the residual stream "
-        "receives over the stream; stream: the stream after the update over the stream before. The paper (0.5B) does "
-        "not say which it means; its values for GPT+ are possible for maps.",
+        "maps: after the block's last linear map over before its first; update: what the residual stream receives over "
+        "the stream; stream: the stream after the update over the stream before. The paper (0.5B) does not say which "
+        "it means; its values for GPT+ are possible for maps only.",
         name="ratios",
     )
 
@@ -79,7 +73,7 @@ def gammas(runs: Measured[Norms]) -> Table:
     for run, norms in runs:
         for name, values in norms.gamma.items():
             chosen = [values[i] for i in places(run.layers).values()] if len(values) > 1 else [None, None, values[0]]
-            rows.append((f"{run.label}, ‖{names.get(name, name)}‖", *(number(value) for value in chosen)))
+            rows.append((f"{run.label}, ‖{names.get(name, name)}‖", *map(number, chosen)))
     return Table(
         ("", "first layer", "middle", "last"),
         rows,
@@ -89,84 +83,63 @@ def gammas(runs: Measured[Norms]) -> Table:
     )
 
 
+def by_group(runs: Measured[T], cell: Callable[[T, str], str], title: str, note: str, name: str) -> Table:
+    """A table with a row per group of matrices and a column per run."""
+    rows = [(group, *(cell(found, group) for _, found in runs)) for group in GROUPS]
+    return Table(("", *(run.label for run, _ in runs)), rows, title, note, name=name)
+
+
 def rows_on_bound(runs: Measured[Norms]) -> Table:
-    rows = []
-    for group in GROUPS:
-        cells = []
-        for _, norms in runs:
-            found = [r for r in norms.rows if r.group == group]
-            count = sum(r.vectors for r in found)
-            bound = sum((r.on_bound or 0) * r.vectors for r in found) / count if count else None
-            known = found and found[0].on_bound is not None
-            cells.append(span([r.mean for r in found]) + (f", {percent(bound, 0)}" if known else ""))
-        rows.append((group, *cells))
-    return Table(
-        ("", *(run.label for run, _ in runs)),
-        rows,
+    def cell(norms: Norms, group: str) -> str:
+        found = [r for r in norms.rows if r.group == group]
+        means = span([r.mean for r in found])
+        if not found or found[0].on_bound is None:
+            return means
+        bound = sum((r.on_bound or 0) * r.vectors for r in found) / sum(r.vectors for r in found)
+        return f"{means}, {percent(bound, 0)}"
+
+    return by_group(
+        runs,
+        cell,
         "Mean row norm by layer, and rows on the bound",
-        f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT holds the columns of "
-        "W_p and W_d at 1, the rows elsewhere).",
-        name="rows",
+        f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT keeps the columns of "
+        "W_p and W_d at 1, and the rows of the other matrices).",
+        "rows",
     )
 
 
-def factors(runs: Measured[tuple[FactorInTheWild, ...]]) -> Table:
+def factors(runs: Measured[tuple[MeasuredFactor, ...]]) -> Table:
     runs = [(run, found) for run, found in runs if any(f.nu is not None for f in found)]
-    rows = []
+    rows, percentage = [], lambda value: f"{100 * value:.1f}"
     for run, found in runs:
         prefix = f"{run.label}, " if len(runs) > 1 else ""
         for name, symbol in SYMBOLS.items():
             if mine := [f for f in found if f.activation == name]:
-                rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *_factor_cells(mine, symbol)))
+                lengths = [span([getattr(f, field) for f in mine]) for field in ("nu", "measured", "unit", "off")]
+                errors = [span([getattr(f, field) for f in mine], percentage, " %") for field in ("variation", "error")]
+                theirs = f"{paper.FACTOR_ERRORS[symbol]:.2f} %"
+                rows.append((f"{prefix}{symbol}, {ACTIVATIONS[name]}", *lengths, *errors, theirs))
     return Table(
         ("", "ν", "1/√E‖·‖²", "of unit inputs", "ν·√E‖·‖²", "spread", "error", "error, paper"),
         rows,
-        "Factors in the wild",
+        "Factors in trained models",
         "The lowest and the highest layer, on validation text. 1/√E‖·‖² is what ν should be; of unit inputs: what it "
-        "would be if the input had the length that the derivation assumes; ν·√E‖·‖² is 1 where ν is exact. spread: "
+        "would be if the input had the length that the derivation assumes; ν·√E‖·‖² is 1 if ν is exact. spread: "
         "standard deviation over mean of the length. error: of the best constant against exact normalization.",
         name="factors",
     )
 
 
-def _factor_cells(found: Sequence[FactorInTheWild], symbol: str) -> tuple[str, ...]:
-    return (
-        span([f.nu for f in found]),
-        span([f.measured for f in found]),
-        span([f.unit for f in found]),
-        span([f.off for f in found]),
-        _percent_span([f.variation for f in found]),
-        _percent_span([f.error for f in found]),
-        f"{paper.FACTOR_ERRORS[symbol]:.2f} %",
-    )
-
-
-def _percent_span(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return NONE
-    low, high = f"{100 * min(known):.1f}", f"{100 * max(known):.1f}"
-    return f"{low} %" if low == high else f"{low} to {high} %"
-
-
 def learned(runs: Measured[Learned]) -> Table:
     rows = []
     for run, found in runs:
-        alphas = [found.alpha.get(name, ()) for name in ("alpha_a", "alpha_m")]
+        alphas = [found.alpha.get(name, ()) for name in ALPHAS]
         entries = [s for spreads in alphas for s in spreads]
         negative = sum(s.negative for s in entries) / len(entries) if entries else None
-        s_z = found.s_z
-        rows.append(
-            (
-                run.label,
-                *(span([s.size for s in spreads]) for spreads in alphas),
-                span([s.mean for s in entries]),
-                percent(negative, 0),
-                span(list(found.g)),
-                number(s_z.mean if s_z else None),
-                number(s_z.correlation if s_z else None, 2),
-            )
-        )
+        scale, rank = (found.s_z.mean, found.s_z.correlation) if found.s_z else (None, None)
+        sizes = [span([s.size for s in spreads]) for spreads in alphas]
+        cells = (span([s.mean for s in entries]), percent(negative, 0), span(found.g), number(scale), number(rank, 2))
+        rows.append((run.label, *sizes, *cells))
     low, high = paper.ALPHA
     rows.append(("anGPT, paper", f"{low} to {high}", f"{low} to {high}", *[NONE] * 5))
     return Table(
@@ -180,22 +153,17 @@ def learned(runs: Measured[Learned]) -> Table:
 
 
 def moments(runs: Measured[Moments]) -> Table:
-    rows = []
-    for group in GROUPS:
-        cells = []
-        for _, measured in runs:
-            found = next((g for g in measured.groups if g.group == group), None)
-            cells.append(
-                f"{number(found.peak)}× at {percent(found.peak_at, 0)}; {percent(found.early, 0)}" if found else NONE
-            )
-        rows.append((group, *cells))
-    return Table(
-        ("", *(run.label for run, _ in runs)),
-        rows,
+    def cell(measured: Moments, group: str) -> str:
+        found = next((g for g in measured.groups if g.group == group), None)
+        return f"{number(found.peak)}× at {percent(found.peak_at, 0)}; {percent(found.early, 0)}" if found else NONE
+
+    return by_group(
+        runs,
+        cell,
         "Variance of Adam's first moment relative to its sum over training",
-        "The highest value (as a multiple of the mean over training) and when it is reached, then the part of the sum "
-        "that falls on the first tenth of training (10 % if it is as restless throughout). Means over layers.",
-        name="moments",
+        "The highest value (as a multiple of the mean over training) and when it is reached, then the share of the sum "
+        "in the first tenth of training (10 % if the variance is constant). Means over layers.",
+        "moments",
     )
 
 
@@ -204,18 +172,18 @@ def distribution_shift(runs: Measured[Robustness]) -> Table:
     rows = []
     for name, theirs in paper.ROBUSTNESS.items():
         text, same = theirs["text"], theirs["same token"]
-        cells = [printed(v) for v in (text.mean, text.std, same.mean, same.std, factor(text.mean, same.mean))]
+        cells = [printed(v) for v in (*text, *same, factor(text[0], same[0]))]
         rows.append((f"{label(name)}, paper", *cells))
     for run, found in runs:
         shifts = {s.name: s for s in found.shifts}
         if "same token" in shifts:
             a, b = shifts["text"], shifts["same token"]
-            rows.append((run.label, *(number(v) for v in (a.mean, a.std, b.mean, b.std, b.change))))
+            rows.append((run.label, *map(number, (a.mean, a.std, b.mean, b.std, b.change))))
     return Table(
         ("", "text", "std", "same token", "std", "change"),
         rows,
         "Mean residual norm on text and on repetitions of one token",
-        "Mean over tokens and places (in front of each layer and after the last); std: over tokens within a place. "
+        "Mean over tokens and places (before each layer and after the last); std: over tokens at one place. "
         "change: the larger mean over the smaller.",
         name="shift",
     )
@@ -225,48 +193,33 @@ def robustness(runs: Measured[Robustness]) -> Table:
     rows = []
     for run, found in runs:
         for s in found.shifts:
-            worst = NONE if s.worst_change is None else f"{number(s.worst_change)}×"
+            change, worst = (NONE if v is None else f"{number(v)}×" for v in (s.change, s.worst_change))
             if s.worst_layer is not None and worst != "1.00×":
-                worst += f" {_place(s.worst_layer, run.layers)}"
-            change = NONE if s.change is None else f"{number(s.change)}×"
+                worst += " after the last" if s.worst_layer > run.layers else f" at {s.worst_layer}"
             rows.append((f"{run.label}, {s.name}", number(s.mean), number(s.std), change, worst, number(s.loss, 4)))
     return Table(
         ("", "mean", "std", "change", "worst layer", "loss"),
         rows,
         "Residual norms and loss on inputs unlike the training text",
-        "change: of the mean against that on text, the larger over the smaller; worst layer: where the stream that "
-        "enters it changes most. Of longer contexts only what lies beyond the trained one counts.",
+        "change: ratio of the mean to that on text, the larger over the smaller; worst layer: where the stream that "
+        "enters it changes most. In longer contexts only the positions beyond the trained context count.",
         name="robustness",
     )
-
-
-def _place(layer: int, layers: int) -> str:
-    return "after the last" if layer > layers else f"at {layer}"
 
 
 def attention(runs: Measured[tuple[LayerAttention, ...]]) -> Table:
     rows = []
     for run, layers in runs:
         for name, i in places(run.layers).items():
-            found = layers[i]
-            end = found.bins[-1]
-            rows.append(
-                (
-                    f"{run.label}, {name} layer",
-                    number(found.total.scaled),
-                    span(list(found.heads)),
-                    f"{end.first} to {end.last}",
-                    number(end.norm),
-                    number(end.dense),
-                    number(end.effective),
-                )
-            )
+            found, end = layers[i], layers[i].bins[-1]
+            cells = (number(found.total.scaled), span(found.heads), f"{end.first} to {end.last}")
+            rows.append((f"{run.label}, {name} layer", *cells, *map(number, (end.norm, end.dense, end.effective))))
     return Table(
         ("", "√r·‖a_r‖", "heads", "at r", "‖a_r‖", "1/√r", "tokens"),
         rows,
         "Rows of the attention matrices",
-        "√r·‖a_r‖: mean over all rows, and the lowest and highest head; 1 for dense attention. The other columns are "
-        "of the longest rows. tokens: 1/‖a_r‖², attended to effectively.",
+        "√r·‖a_r‖: mean over all rows, and the lowest and highest head; 1 for dense attention. The other columns: the "
+        "longest rows. tokens: 1/‖a_r‖², the effective number attended to.",
         name="attention",
     )
 
@@ -276,13 +229,11 @@ MAKERS: tuple[tuple[str, Callable[[Any], Table]], ...] = (
     ("learned", learned), ("moments", moments), ("robustness", distribution_shift), ("robustness", robustness),
     ("attention", attention),
 )  # fmt: skip
-"""The part of an analysis that each table shows, and the function that makes it."""
+"""For each table, the part of an analysis that it shows and the function that makes it."""
 
 
 def tables(analysis: Analysis) -> list[Table]:
-    """The tables for which something was measured."""
-    found = []
-    for part, make in MAKERS:
-        if runs := [(run, measured) for run in analysis.runs if (measured := getattr(run, part))]:
-            found.append(make(runs))
+    """All tables for which something was measured."""
+    parts = {part: [(run, found) for run in analysis.runs if (found := getattr(run, part))] for part, _ in MAKERS}
+    found = [make(parts[part]) for part, make in MAKERS if parts[part]]
     return [table for table in found if table.rows]

@@ -6,32 +6,31 @@
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor
 
 from angpt.models.factors import nu_lerp, unit
 from angpt.models.primitives import lerp
-
-if TYPE_CHECKING:
-    from angpt.present.charts import Chart
+from angpt.present.charts import Chart
+from angpt.present.style import DASHED, FURTHER, INK, KNOWN, fold_legend, panels, plain_log_axis, styled
 
 ALPHA = 0.25
-"""Interpolation weight of the example, the upper end of what the paper finds in trained models."""
+"""Interpolation weight of the example: the largest that the paper finds in trained models."""
 
 
 def best_rate(eigenvalues: NDArray[np.float64]) -> float:
-    """α* = 2 / (λ_max + λ_min), at which the slowest coordinate converges fastest."""
+    """α* = 2 / (λ_max + λ_min), the learning rate at which the slowest coordinate converges fastest."""
     return float(2 / (eigenvalues.max() + eigenvalues.min()))
 
 
 def best_contraction(kappa: float) -> float:
-    """(κ − 1) / (κ + 1), the slowest coordinate's contraction factor at the best rate."""
+    """(κ − 1) / (κ + 1), the contraction factor of the slowest coordinate at the best rate."""
     return (kappa - 1) / (kappa + 1)
 
 
@@ -46,13 +45,13 @@ def descend(eigenvalues: NDArray[np.float64], rate: float, steps: int) -> NDArra
 
 
 def measured_contraction(eigenvalues: NDArray[np.float64], rate: float) -> float:
-    """The factor per step by which the largest coordinate shrinks, over many steps."""
+    """Factor per step by which the largest coordinate shrinks, over 200 steps."""
     steps = 200
     return float(descend(eigenvalues, rate, steps)[-1] ** (1 / steps))
 
 
 def preconditioned(eigenvalues: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Λ P with P = diag(1 / ‖λ_j‖): every column of Λ brought to length 1."""
+    """Eigenvalues of Λ P with P = diag(1 / ‖λ_j‖), which scales every column of Λ to length 1."""
     matrix = np.diag(eigenvalues)
     return np.diag(matrix / np.linalg.norm(matrix, axis=0))
 
@@ -62,20 +61,19 @@ def spectrum(kappa: float) -> NDArray[np.float64]:
     return np.geomspace(1, kappa, 32)
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """Mean length of the residual stream after each layer, (L,)."""
 
     summed: Tensor
-    """h + x: the classic update."""
+    """h + x, the classic update."""
     interpolated: Tensor
-    """h + α (x − h), without a factor."""
+    """h + α (x − h)."""
     normalized: Tensor
-    """h + α (x − h), times ν(α)."""
+    """(h + α (x − h)) · ν(α)."""
 
 
 def residual_growth(layers: int, d: int, samples: int, alpha: float = ALPHA) -> Growth:
-    """Independent unit contributions of each layer, added or interpolated."""
+    """Length of the stream when layers contribute independent unit vectors, added or interpolated."""
     rng = torch.Generator().manual_seed(0)
     weight = torch.tensor(alpha)
     updates: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
@@ -92,13 +90,8 @@ def residual_growth(layers: int, d: int, samples: int, alpha: float = ALPHA) -> 
     return Growth(*torch.tensor(lengths, dtype=torch.float64).T)
 
 
-def preconditioning_chart() -> "Chart":
-    """Contraction factor against condition number, and how the error falls."""
-    from matplotlib.figure import Figure
-
-    from angpt.present.charts import Chart
-    from angpt.present.style import FURTHER, INK, fold_legend, panels, plain_log_axis
-
+def preconditioning_chart() -> Chart:
+    """Contraction factor against condition number, and error against step."""
     kappas = [float(k) for k in np.geomspace(1, 1000, 13)]
     found = [measured_contraction(spectrum(k), best_rate(spectrum(k))) for k in kappas]
     after = [measured_contraction(e := preconditioned(spectrum(k)), best_rate(e)) for k in kappas]
@@ -143,13 +136,8 @@ def preconditioning_chart() -> "Chart":
     )
 
 
-def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart":
+def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> Chart:
     """Length of the residual stream against depth."""
-    from matplotlib.figure import Figure
-
-    from angpt.present.charts import Chart
-    from angpt.present.style import DASHED, INK, KNOWN, fold_legend, panels, plain_log_axis
-
     growth = residual_growth(layers, d, samples)
     depth = np.arange(1, layers + 1)
 
@@ -177,27 +165,22 @@ def residual_chart(layers: int = 64, d: int = 512, samples: int = 256) -> "Chart
         columns=("layers", "sqrt", "sum", "lerp", "lerp_nu"),
         rows=tuple(
             (int(n), math.sqrt(n), *values)
-            for n, *values in zip(
-                depth, growth.summed.tolist(), growth.interpolated.tolist(), growth.normalized.tolist(), strict=True
-            )
+            for n, *values in zip(depth, *(lengths.tolist() for lengths in growth), strict=True)
         ),
         draw=draw,
     )
 
 
 def write_figures(folder: Path) -> list[Path]:
-    """Write both figures as PNG files, and return their paths."""
-    from angpt.present.style import styled
-
+    """Write both figures as PNG files and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for chart in (preconditioning_chart(), residual_chart()):
+        paths.append(folder / f"{chart.name}.png")
         with styled():
-            chart.draw(False).savefig(path := folder / f"{chart.name}.png", metadata={"Software": None})
-        paths.append(path)
+            chart.draw(False).savefig(paths[-1], metadata={"Software": None})
     return paths
 
 
 if __name__ == "__main__":
-    for written in write_figures(Path(sys.argv[1])):
-        print(written)
+    print(*write_figures(Path(sys.argv[1])), sep="\n")

@@ -15,7 +15,7 @@ from angpt.system import write_atomically
 
 
 def write_analysis(analysis: Analysis, out: Path, command: str) -> Path:
-    """Write everything into the folder `out`; the path of analysis.md."""
+    """Write everything into the folder `out` and return the path of analysis.md."""
     analysis.write(out / "analysis.json")
     recorded = layer_histories(analysis, "norms")
     found = [input_norms(recorded), row_norms(recorded)]
@@ -28,6 +28,7 @@ def write_analysis(analysis: Analysis, out: Path, command: str) -> Path:
 
 
 def write_charts(charts: Sequence[Chart], out: Path) -> None:
+    """Write the files of each chart into the subfolder `figures`."""
     figures = out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     for chart in charts:
@@ -35,13 +36,13 @@ def write_charts(charts: Sequence[Chart], out: Path) -> None:
 
 
 def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
-    """Tables and figures as a document."""
+    """The text of analysis.md."""
     lines = ["# Inside the models", "", f"Made by `{command}`.", ""]
-    for run in analysis.runs:
-        lines.append(
-            f"- {run.label}: {quantity(run.parameters)} parameters, {run.layers} layers, context {run.context:,}, "
-            f"{quantity(run.tokens)} tokens, seed {run.seed}; measured on {run.measured_tokens:,} tokens"
-        )
+    lines += [
+        f"- {run.label}: {quantity(run.parameters)} parameters, {run.layers} layers, context {run.context:,}, "
+        f"{quantity(run.tokens)} tokens, seed {run.seed}; measured on {run.measured_tokens:,} tokens"
+        for run in analysis.runs
+    ]
     if found := claims(analysis):
         lines += ["", "## The paper's picture", "", claims_table(found).markdown()]
     lines += ["", "## Tables", ""]

@@ -1,6 +1,6 @@
 """Numbers as people read them. Every number of the page is written here, so that equal values look equal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from angpt.stats import Interval
 
@@ -36,13 +36,13 @@ def percent(value: float | None, digits: int = 1) -> str:
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
-def span(values: Sequence[float | None]) -> str:
-    """The range of the values, 0.5 to 1.25, or the one value."""
+def span(values: Sequence[float | None], form: Callable[[float], str] = number, unit: str = "") -> str:
+    """The range of the known values, 0.5 to 1.25, or the one value if they look equal."""
     known = [value for value in values if value is not None]
     if not known:
         return NONE
-    low, high = number(min(known)), number(max(known))
-    return low if low == high else f"{low} to {high}"
+    low, high = form(min(known)), form(max(known))
+    return (low if low == high else f"{low} to {high}") + unit
 
 
 def duration(seconds: float) -> str:

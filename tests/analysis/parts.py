@@ -4,14 +4,14 @@ from angpt.analysis.attention import AttentionProbe
 from angpt.analysis.factors import FactorProbe
 from angpt.analysis.history import History
 from angpt.analysis.norms import NormProbe, collect
-from angpt.analysis.probe import StreamProbe, observe
-from angpt.analysis.robustness import compare, text_shift
+from angpt.analysis.probe import observe
+from angpt.analysis.robustness import compare, shift
 
 
 def measure_norms(model, batches, history=None):
     probe = NormProbe(len(model.blocks))
     observe(model, batches, [probe])
-    return collect(model, probe, history or History.empty())
+    return collect(model, probe, history or History())
 
 
 def measure_factors(model, batches):
@@ -27,8 +27,8 @@ def measure_attention(model, batches):
 
 
 def measure_robustness(model, text, conditions, batch_tokens):
-    batches, probe = list(text), StreamProbe(len(model.blocks))
+    batches, probe = list(text), NormProbe(len(model.blocks))
     loss = observe(model, batches, [probe])
     sequences = sum(len(batch.inputs) for batch in batches)
-    base = text_shift(probe.stats(), loss, sequences, batches[0].inputs.shape[1])
+    base = shift("text", "validation text", sequences, batches[0].inputs.shape[1], loss, probe.stream())
     return compare(model, base, conditions, batch_tokens)

@@ -79,7 +79,7 @@ def test_against_a_slow_walk_with_every_factor_in_its_place(architecture):
             hook = block.W_p.register_forward_hook(lambda _, args, __, seen=seen: seen.append(args[0]))
             h_a = norm(block.attention(h, ctx))
             hook.remove()
-            out = (seen[0] * nu.qkv) @ block.W_p.weight.T  # the model multiplies with ν_qkv later
+            out = seen[0] @ block.W_p.weight.T  # the values include ν_qkv
             assert found["p", layer].measured == pytest.approx(1 / rms(out), rel=1e-9)
             unit = seen[0] * math.sqrt(2) / seen[0].norm(dim=-1, keepdim=True)
             assert found["p", layer].unit == pytest.approx(1 / rms(unit @ block.W_p.weight.T), rel=1e-9)

@@ -59,4 +59,4 @@ def test_the_border_of_the_first_tenth_may_lie_inside_of_a_record():
 
 
 def test_nothing_recorded_is_nothing():
-    assert moments.measure(History.empty(), 0.1) is None
+    assert moments.measure(History(), 0.1) is None

@@ -8,7 +8,7 @@ from angpt.analysis import norms
 from angpt.analysis.history import History
 from angpt.constraints import Constraint, apply_constraints
 from angpt.models import decoder
-from angpt.models.factors import nu_lerp
+from angpt.models.factors import NONE, nu_lerp
 from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm
 from tests.analysis.conftest import some_batches, tiny
@@ -97,7 +97,7 @@ def test_against_a_slow_walk_through_the_model(architecture):
         for layer, block in enumerate(model.blocks):
             seen = {}
             hooks = [
-                part.register_forward_hook(lambda _, args, y, name=name, seen=seen: seen.update({name: (args[0], y)}))
+                part.register_forward_hook(lambda _, args, y, name=name, seen=seen: seen.update({name: args[0]}))
                 for name, part in block.named_children()
                 if name.startswith("W_")
             ]
@@ -116,17 +116,17 @@ def test_against_a_slow_walk_through_the_model(architecture):
             if architecture != "gpt+":
                 h_m = norm(h_m)
             h = block(h, ctx)
-            in_maps = (block.nu.qkv * block.nu.p, block.nu.acf * block.nu.d) if hasattr(block, "nu") else (1, 1)
+            nu = getattr(block, "nu", NONE)
             for hook in hooks:
                 hook.remove()
             attention, mlp = found.attention[layer], found.mlp[layer]
             assert found.stream[layer].mean == pytest.approx(mean_length(entering), rel=1e-9)
-            assert attention.input == pytest.approx(mean_length(seen["W_qkv"][0]), rel=1e-9)
-            assert attention.output == pytest.approx(in_maps[0] * mean_length(seen["W_p"][1]), rel=1e-9)
+            assert attention.input == pytest.approx(mean_length(seen["W_qkv"]), rel=1e-9)
+            assert attention.output == pytest.approx(nu.p * mean_length(seen["W_p"] @ block.W_p.weight.T), rel=1e-9)
             assert attention.update == pytest.approx(mean_length(h_a), rel=1e-9)
             assert attention.after == mlp.stream == pytest.approx(mean_length(after), rel=1e-9)
-            assert mlp.input == pytest.approx(mean_length(seen["W_uz"][0]), rel=1e-9)
-            assert mlp.output == pytest.approx(in_maps[1] * mean_length(seen["W_d"][1]), rel=1e-9)
+            assert mlp.input == pytest.approx(mean_length(seen["W_uz"]), rel=1e-9)
+            assert mlp.output == pytest.approx(nu.d * mean_length(seen["W_d"] @ block.W_d.weight.T), rel=1e-9)
             assert mlp.update == pytest.approx(mean_length(h_m), rel=1e-9)
             assert mlp.after == pytest.approx(mean_length(h), rel=1e-9)
             assert mlp.maps == pytest.approx(mlp.output / mlp.input, rel=1e-12)

@@ -9,7 +9,7 @@ from angpt.analysis import probe as probe_module
 from angpt.analysis.attention import AttentionProbe
 from angpt.analysis.factors import FactorProbe
 from angpt.analysis.norms import NormProbe
-from angpt.analysis.probe import Lengths, Probe, StreamProbe, observe, watch
+from angpt.analysis.probe import Lengths, Probe, observe, watch
 from angpt.models.variants import ARCHITECTURES
 from tests.analysis.conftest import some_batches, tiny
 
@@ -55,7 +55,7 @@ def test_watching_changes_nothing_and_leaves_nothing_behind(architecture):
     model = tiny(architecture)
     [batch] = some_batches(count=1)
     before = model(batch.inputs)
-    probes = [NormProbe(2), FactorProbe(), AttentionProbe(), StreamProbe(2)]
+    probes = [NormProbe(2), FactorProbe(), AttentionProbe()]
     with watch(model, probes):
         during = model(batch.inputs)
     assert torch.equal(before, during)
@@ -66,7 +66,7 @@ def test_watching_changes_nothing_and_leaves_nothing_behind(architecture):
         assert not block.W_p._forward_hooks
     assert len(probes[0].stream()) == 3
     assert len(probes[2].results()) == 2
-    assert probes[3].stats()[0].count == batch.inputs.numel()
+    assert probes[0].stream()[0].count == batch.inputs.numel()
 
 
 def test_a_model_is_left_clean_after_an_error():
@@ -91,14 +91,14 @@ def test_the_loss_is_that_of_the_model_also_in_parts(monkeypatch):
 
 def test_skipped_positions_are_neither_in_the_loss_nor_in_the_lengths():
     model, batches = tiny(), some_batches(count=1)
-    stream = StreamProbe(2, skip=8)
-    loss = observe(model, batches, [stream], skip=8)
+    probe = NormProbe(2, skip=8)
+    loss = observe(model, batches, [probe], skip=8)
     [(inputs, targets, _)] = batches
     logits = model(inputs)[:, 8:]
     assert loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets[:, 8:].flatten()).item(), rel=1e-9)
     expected = model.hidden_states(inputs)[:, :, 8:].norm(dim=-1).flatten(1).mean(dim=1)
-    assert [s.mean for s in stream.stats()] == pytest.approx(expected.tolist(), rel=1e-9)
-    assert stream.stats()[0].count == 5 * 4
+    assert [s.mean for s in probe.stream()] == pytest.approx(expected.tolist(), rel=1e-9)
+    assert probe.stream()[0].count == 5 * 4
 
 
 def test_sequences_beyond_the_context_are_possible_while_observing():

@@ -85,11 +85,11 @@ def test_the_worst_layer_is_where_the_stream_changes_most(model):
     assert [s.mean for s in found.shifts[0].stream] == pytest.approx([2, 2, 4], rel=1e-4)
     assert [s.mean for s in found.shifts[1].stream] == pytest.approx([6, 6, 12], rel=1e-4)
     assert found.shifts[1].mean == pytest.approx(8, rel=1e-4)
-    stretched = robustness._shift("x", "", 1, 12, None, tuple(
+    stretched = robustness.shift("x", "", 1, 12, None, tuple(
         s if i != 2 else found.shifts[0].stream[0] for i, s in enumerate(found.shifts[1].stream)
     ), found.shifts[0])  # fmt: skip
     assert (stretched.worst_layer, stretched.worst_change) == (1, pytest.approx(3))
-    shrunk = robustness._shift("x", "", 1, 12, None, found.shifts[0].stream[:2] * 1 + (found.shifts[1].stream[2],),
+    shrunk = robustness.shift("x", "", 1, 12, None, found.shifts[0].stream[:2] * 1 + (found.shifts[1].stream[2],),
                                found.shifts[0])  # fmt: skip
     assert (shrunk.worst_layer, shrunk.worst_change) == (3, pytest.approx(3))
 

@@ -3,6 +3,8 @@ import math
 import numpy as np
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from angpt.analysis import toy
 
 
@@ -42,7 +44,6 @@ def test_the_sum_grows_with_the_root_of_the_depth_and_the_factor_holds_it():
 
 
 def test_both_figures_are_written_and_say_what_they_show(tmp_path):
-    pytest.importorskip("matplotlib")
     paths = toy.write_figures(tmp_path / "new" / "figures")
     assert [path.name for path in paths] == ["toy-preconditioning.png", "toy-residual.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
