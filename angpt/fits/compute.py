@@ -1,4 +1,4 @@
-"""What counts as parameters and as compute: with or without embedding, head and attention."""
+"""Arrays for the fits: parameters and compute, counted with or without embedding, head and attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,14 @@ from angpt.fits.powerlaw import Floats
 from angpt.fits.records import COLUMNS, Cell, Count
 
 MERGE = 0.02
-"""Budgets of one model size within this part of each other are one budget: steps of different batch sizes rarely end
-at the same token."""
+"""Budgets of one model size that differ by at most this fraction are equal: runs with different batch sizes rarely end
+at the same number of tokens."""
+COUNTED: dict[Count, tuple[str, tuple[str, ...]]] = {
+    "all": ("all parameters, embedding and head included", ()),
+    "head": ("parameters without the embedding, head included", ("embedding_parameters",)),
+    "none": ("parameters without embedding and head", ("embedding_parameters", "head_parameters")),
+}
+"""What N is for each choice of --count, and the columns that are subtracted from all parameters."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +30,23 @@ class Counting:
 
     def __post_init__(self) -> None:
         if self.count == "given" and self.attention:
-            raise UserError("--count given takes the compute as it is; leave out --attention")
+            raise UserError("--count given takes the FLOPs of the records; leave out --attention")
 
     def describe(self) -> str:
         if self.count == "given":
             return "N: all parameters; C: the FLOPs that the records state"
-        what = {
-            "all": "all parameters, embedding and head included",
-            "head": "parameters without the embedding, head included",
-            "none": "parameters without embedding and head",
-        }[self.count]
-        return f"N: {what}; C = {'(6·N + attention)' if self.attention else '6·N'}·D"
+        return f"N: {COUNTED[self.count][0]}; C = {'(6·N + attention)' if self.attention else '6·N'}·D"
 
     def of(self, cells: Sequence[Cell]) -> tuple[Floats, Floats]:
-        """N, and compute per token, of each cell."""
-        without = {"all": (), "head": ("embedding_parameters",), "none": ("embedding_parameters", "head_parameters")}
+        """N and the compute per token of each cell."""
         n = _column(cells, "parameters")
         if self.count == "given":
             return n, _column(cells, "flops") / _column(cells, "tokens")
-        for name in without[self.count]:
+        for name in COUNTED[self.count][1]:
             n = n - _column(cells, name)
         if n.min() <= 0:
             source = cells[int(n.argmin())].record.source
-            raise UserError(f"{source}: nothing is left of its parameters without embedding and head; see --count")
+            raise UserError(f"{source}: no parameters are left without embedding and head; choose another --count")
         return n, 6 * n + (_column(cells, "attention_flops") if self.attention else 0.0)
 
 
@@ -60,32 +60,31 @@ def _column(cells: Sequence[Cell], name: str) -> Floats:
 
 @dataclass(frozen=True)
 class Sample:
-    """The best complete run of one architecture at each model size and budget, as arrays."""
+    """The points that a fit uses for one architecture, as arrays."""
 
     parameters: Floats
     tokens: Floats
     compute: Floats
     log_loss: Floats
+    """Mean over the seeds."""
     seeds: Floats
-    """Runs behind each log loss, which is their mean."""
 
     def __len__(self) -> int:
         return len(self.parameters)
 
     def take(self, index: Sequence[int] | NDArray[np.intp]) -> "Sample":
-        return Sample(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+        return Sample(*(values[index] for values in vars(self).values()))
 
 
 def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list[str]]:
-    """The sample of one architecture: at each size and budget the cell with the best batch, rate and other settings."""
+    """The best complete run of one architecture at each size and budget, over batch size, rate and other settings."""
     n, per_token = counting.of(cells)
     tokens = _column(cells, "tokens")
     loss = np.array([cell.log_loss for cell in cells])
-    order = np.lexsort((tokens, n))
     best: list[int] = []
-    start = order[0]
-    for i in order:
-        if n[i] == n[start] and tokens[i] <= tokens[start] * (1 + MERGE) and best:
+    start = 0
+    for i in np.lexsort((tokens, n)):
+        if best and n[i] == n[start] and tokens[i] <= tokens[start] * (1 + MERGE):
             if loss[i] < loss[best[-1]]:
                 best[-1] = i
         else:
@@ -99,13 +98,12 @@ def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list
 
 
 def make_curves(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, NDArray[np.intp]]:
-    """Every evaluation within the runs of one architecture, and the number of the run that each belongs to."""
+    """Every evaluation during the runs of one architecture, and the number of the run that each belongs to."""
     n, per_token = counting.of(cells)
-    points = [(i, tokens, loss) for i, cell in enumerate(cells) for tokens, loss in cell.record.curve]
+    points = [(i, tokens, loss, cell.seeds) for i, cell in enumerate(cells) for tokens, loss in cell.record.curve]
     if not points:
         raise UserError("the runs have no curves; leave out --curves, or give a CSV file with a column `run`")
+    tokens, loss, seeds = np.array([p[1:] for p in points], float).T
     run = np.array([p[0] for p in points])
-    tokens, loss = (np.array([p[i] for p in points]) for i in (1, 2))
-    seeds = np.array([float(cell.seeds) for cell in cells])[run]
-    _, curve = np.unique(run, return_inverse=True)
+    curve = np.unique(run, return_inverse=True)[1]
     return Sample(n[run], tokens, per_token[run] * tokens, np.log(loss), seeds), curve

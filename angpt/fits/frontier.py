@@ -1,13 +1,13 @@
 """Compute-binned minima (Chinchilla's approach 1, the paper's): the best model size at each compute, and its loss.
 
-The range of compute is cut into 1,500 bins of equal logarithmic width. Every model size has a value in each bin that
-its runs span: the run itself, or between two runs the straight line of the logarithms. The lowest value is the minimum
-of the bin, and the parabola through the sizes around it says where between them it lies. It is an optimum only if both
-a smaller and a larger model were tried at this compute; else it lies on an edge and is not used.
+The range of compute is divided into 1,500 bins of equal logarithmic width. A model size has a value in each bin that
+its runs span: that of the run itself, or between two runs their log-linear interpolation. The lowest value is the
+minimum of the bin, refined by the parabola through the sizes around it. It is an optimum only if both a smaller and a
+larger model were tried at this compute; otherwise it is at an edge and not used.
 
-Intervals: neighbouring bins share their runs, so they are no independent points. They are averaged in blocks as long as
-the step from run to run, the law is fitted to the blocks (each weighted by how well the parabola fixes its minima),
-and its variance is raised by what blocks of interpolated values still have in common.
+Intervals: neighbouring bins share runs, so they are not independent. Minima are averaged over blocks as long as the
+distance between runs, the law is fitted to the blocks (weighted by the precision that the parabola gives the minima),
+and its variance is increased because blocks of interpolated values still share noise.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angpt.fits.compute import Sample
-from angpt.fits.isoflop import WINDOW, bent, scattered
-from angpt.fits.powerlaw import Floats, PowerLaw, bend, fit_power_law
+from angpt.fits.isoflop import WINDOW, scattered
+from angpt.fits.powerlaw import Floats, PowerLaw, curvature_notes, fit_power_law
 
 BINS = 1500
 SHARED = 2.0
-"""Variance of the mean of linearly interpolated noise over many steps, over what the variance of its means from step to
-step would make it if they were independent: they have half of the noise's variance, and half of it in common."""
+"""Factor by which shared noise raises the variance of the law: block means of linearly interpolated noise have half of
+its variance, and share half of that with their neighbours."""
 Ints = NDArray[np.intp]
 
 
@@ -37,27 +37,25 @@ class Minima:
     log_tokens: Floats
     log_loss: Floats
     rank: Ints
-    """Rank of the best model size among all."""
+    """Rank of the best model size among all sizes."""
     variance: tuple[Floats, Floats]
-    """Variance of slope and log loss at the vertex, in units of that of the log losses; see `isoflop.Vertex`."""
+    """Variance of slope and log loss at the vertex, relative to that of a run's log loss; see `isoflop.Vertex`."""
     reach: Floats
     """Half of the range of log sizes that were tried at this compute."""
     edge: NDArray[np.int8]
-    """−1: no smaller model was tried at this compute; 1: no larger one; 0: the minimum lies between others."""
+    """−1: no smaller model was tried at this compute; 1: no larger one; 0: both were tried."""
     used: NDArray[np.bool_]
-    """Counts as an optimum."""
+    """True where the laws use the minimum."""
 
 
 class Bins:
-    """The bins in which each curve (a model size, or a single run) has a value, and the points that it follows from.
+    """The bins in which each curve (a model size, or a single run) has a value, and the points that determine it.
 
-    The losses of the points are an argument of `minima`.
-
-    Entries are sorted by bin and size. A pair is a size in a bin; it has several entries where it has several curves.
+    Entries are sorted by bin and size. A pair is a size in a bin; it has one entry for each curve of this size.
     """
 
     def __init__(self, sample: Sample, curve_of: Ints, bins: int = BINS) -> None:
-        """`curve_of` numbers the curve that each point of the sample belongs to."""
+        """`curve_of` is the number of the curve that each point of the sample belongs to."""
         x, d = np.log(sample.compute), np.log(sample.tokens)
         sizes, size_of = np.unique(sample.parameters, return_inverse=True)
         low, width = float(x.min()), max(float(np.ptp(x)) / bins, 1e-12)
@@ -92,12 +90,12 @@ class Bins:
         bin_ = bin_[self.pairs]
         self.starts = np.flatnonzero(np.r_[True, bin_[1:] != bin_[:-1]])
         self.lengths = np.diff(np.r_[self.starts, len(bin_)])
-        # How many sizes on one side can lie in the window of the parabola.
+        # The most sizes that the window of the parabola can have on one side.
         near = np.searchsorted(np.log(sizes), np.log(sizes) + math.log(WINDOW) + 1e-9) - np.arange(len(sizes))
         self.reach = int(min(near.max(), self.lengths.max()))
 
     def minima(self, log_loss: Floats) -> Minima:
-        """The best size of each bin, refined between the sizes."""
+        """The minimum of each bin for these losses of the sample's points, refined by a parabola."""
         values = log_loss[self.left] + self.share * (log_loss[self.right] - log_loss[self.left])
         entry = _first_lowest(values, self.pairs, self.pair_lengths)
         value, log_tokens, log_compute = values[entry], self.log_tokens[entry], self.log_compute[entry]
@@ -105,21 +103,22 @@ class Bins:
         first, last = best == self.starts, best == self.starts + self.lengths - 1
         edge = np.where(first, -1, np.where(last, 1, 0)).astype(np.int8)
         n, d, y = self.log_parameters[best], log_tokens[best], value[best]
-        of_size, of_loss = np.ones(len(best)), np.ones(len(best))
+        of_slope, of_loss = np.ones(len(best)), np.ones(len(best))
         inner = np.flatnonzero(edge == 0)
         if len(inner):
             refined = self._refine(best[inner], inner, log_tokens, value)
-            n[inner], d[inner], y[inner], of_size[inner], of_loss[inner] = refined
+            n[inner], d[inner], y[inner], of_slope[inner], of_loss[inner] = refined
         reach = (self.log_parameters[self.starts + self.lengths - 1] - self.log_parameters[self.starts]) / 2
         order = np.argsort(log_compute[best], kind="stable")
-        best, edge, variance = best[order], edge[order], (of_size[order], of_loss[order])
+        best, edge, variance = best[order], edge[order], (of_slope[order], of_loss[order])
         x, rank, used = log_compute[best], self.rank[best], between(edge)
         return Minima(x, n[order], d[order], y[order], rank, variance, reach[order], edge, used)
 
     def _refine(self, best: Ints, bins: Ints, log_tokens: Floats, value: Floats) -> tuple[Floats, ...]:
-        """Size, tokens and loss at the vertex of a parabola through the pairs around the best one of each bin, and the
-        variances of size and loss: those pairs within WINDOW, as far on the one side as on the other, and the two
-        neighbours in any case."""
+        """Size, tokens and loss at the vertex of a parabola around the best pair of each bin, and their variances.
+
+        The parabola uses the pairs within WINDOW, equally far on both sides, and always the two neighbours.
+        """
         n, first, end = self.log_parameters, self.starts[bins], self.starts[bins] + self.lengths[bins]
         offsets = np.arange(-self.reach, self.reach + 1)
         index = best[:, None] + offsets
@@ -129,9 +128,9 @@ class Bins:
         reach = np.minimum(math.log(WINDOW), np.minimum(n[best] - n[first], n[end - 1] - n[best])) + 1e-9
         weight = (inside & ((np.abs(x) <= reach[:, None]) | (np.abs(offsets) <= 1))).astype(float)
         (loss, tokens), covariance = parabolas(x, weight, value[index], log_tokens[index])
-        bend = np.maximum(loss[:, 2], 1e-9)
+        curvature = np.maximum(loss[:, 2], 1e-9)
         used = np.where(weight > 0, x, 0.0)
-        step = np.clip(-loss[:, 1] / (2 * bend), used.min(1), used.max(1))
+        step = np.clip(-loss[:, 1] / (2 * curvature), used.min(1), used.max(1))
         powers = np.stack([np.ones_like(step), step, step**2], axis=1)
         slope = np.stack([np.zeros_like(step), np.ones_like(step), 2 * step], axis=1)
         of_slope, of_loss = (np.einsum("ri,rij,rj->r", j, covariance, j) for j in (slope, powers))
@@ -139,8 +138,10 @@ class Bins:
 
 
 def parabolas(x: Floats, weight: Floats, *ys: Floats) -> tuple[list[Floats], Floats]:
-    """(constant, slope, bend) by least squares in each row, with three points or more each, of every y; and their
-    covariance for y of variance one."""
+    """(constant, slope, curvature) of each y by least squares in each row, and their covariance for unit variance.
+
+    Each row needs at least three points.
+    """
     powers = [weight, weight * x]
     powers += [powers[1] * x, powers[1] * x * x, powers[1] * x * x * x]
     moments = [p.sum(axis=1) for p in powers]
@@ -150,17 +151,17 @@ def parabolas(x: Floats, weight: Floats, *ys: Floats) -> tuple[list[Floats], Flo
 
 
 def _first_lowest(values: Floats, starts: Ints, lengths: Ints) -> Ints:
-    """The index of the lowest value of each group."""
+    """The index of the first lowest value of each group."""
     lowest = np.repeat(np.minimum.reduceat(values, starts), lengths)
     return np.minimum.reduceat(np.where(values == lowest, np.arange(len(values)), len(values)), starts)
 
 
 def between(edge: NDArray[np.int8]) -> NDArray[np.bool_]:
-    """The minima that count: those off the edges, in the range of compute where most are off the edges.
+    """True for the minima that count: those not at an edge, in the range of compute where most are not at an edge.
 
-    Where noise decides between the smallest model and the next, the bins that the next one wins are a choice of high
-    errors. So the range begins where interior minima below it and edge ones above it are fewest together, and ends
-    likewise.
+    Where noise decides between the smallest model and the next, the bins that the next one wins are those with large
+    errors. So the range begins where the fewest interior minima lie below it and the fewest edge minima above it, and
+    ends in the same way.
     """
     low = np.cumsum(np.r_[0, edge == 0]) + np.cumsum(np.r_[0, (edge < 0)[::-1]])[::-1]
     high = np.cumsum(np.r_[0, edge > 0]) + np.cumsum(np.r_[0, (edge == 0)[::-1]])[::-1]
@@ -181,36 +182,33 @@ class Frontier:
     blocks: int
     """Independent points that the laws were fitted to."""
     optimal: bool
-    """True if the minima are optima; if not, L(C) is that of the best runs made, an upper bound."""
+    """True if the minima are optima; otherwise L(C) is that of the best runs, an upper bound."""
     notes: tuple[str, ...]
 
 
 def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool = False) -> Frontier | str:
-    """The laws, or why there are none. With `curves`, points are evaluations within runs rather than complete runs."""
+    """The laws, or the reason why there are none; with `curves`, the points are evaluations during the runs."""
     grid = Bins(sample, curve_of, bins)
     minima = grid.minima(sample.log_loss)
     chosen, optimal, notes = minima.used, True, []
     count, edges = int(chosen.sum()), int(np.sum(minima.edge != 0))
     if edges:
-        notes.append(
-            f"{edges:,} of {len(chosen):,} minima lie at the smallest or largest size tried; they are not used"
-        )
+        notes.append(f"{edges:,} of {len(chosen):,} minima are at the smallest or largest size tried and not used")
     if count < 3 or np.ptp(minima.log_compute[chosen]) == 0:
         optimal = False
         chosen = minima.log_loss <= np.minimum.accumulate(minima.log_loss)  # no cheaper run is better
         notes.append(
-            "at too few values of compute was both a smaller and a larger model tried than the best one: no N_opt(C), "
-            "no D_opt(C), and L(C) is that of the best runs made, an upper bound of the optimum; train more sizes"
+            "too few values of compute have both a smaller and a larger model than the best one: no N_opt(C), no "
+            "D_opt(C), and L(C) is that of the best runs, an upper bound of the optimum; train more sizes"
         )
         if chosen.sum() < 3:
             return "fewer than three runs improve on all cheaper ones; train at more budgets"
     x = minima.log_compute[chosen]
     freedom = independent(grid, minima, chosen, curves)
-    blocks = int(chosen.sum()) if freedom is None else int(freedom) if freedom >= 3 else 2
-    blocks = min(blocks, len(x))
+    blocks = len(x) if freedom is None else min(max(int(freedom), 2), len(x))
     shared = 1.0 if freedom is None else SHARED
     if blocks < 3:
-        notes.append("the minima span fewer than three steps from run to run: no intervals")
+        notes.append("the minima span fewer than three distances between runs: no intervals")
     groups = np.array_split(np.flatnonzero(chosen), blocks)
 
     def mean(values: Floats) -> Floats:
@@ -226,8 +224,7 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
         )
 
     of_slope, of_loss = minima.variance
-    if ends := bend(np.exp(mean(minima.log_compute)), np.exp(mean(minima.log_loss))):
-        notes.append(bent(ends))
+    notes += curvature_notes(np.exp(mean(minima.log_compute)), np.exp(mean(minima.log_loss)))
     size, tokens = None, None
     if optimal:
         size, tokens = law(minima.log_parameters, of_slope), law(minima.log_tokens, of_slope)
@@ -240,9 +237,9 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
 
 
 def independent(grid: Bins, minima: Minima, chosen: NDArray[np.bool_], curves: bool) -> float | None:
-    """The number of steps from run to run that the minima span; None where no value is shared between bins.
+    """The number of distances between runs that the minima span; None if bins share no values.
 
-    Noise within a run's curve is that of the run: there a step is from one best size to the next.
+    Evaluations of one run share its noise: with `curves`, it is the number of different best sizes.
     """
     if not grid.spacings:
         return None

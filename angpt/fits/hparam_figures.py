@@ -17,10 +17,12 @@ from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, l
 from angpt.present.words import bracketed, label, listed, quantity
 
 EXCESS = 3.0
-"""Per cent above the best loss from which grid points are drawn alike."""
+"""Per cent above the best loss at which the colour scale ends."""
 PANELS = 12
-"""Models drawn of many."""
+"""Most models that the figure of sweeps shows."""
 PALE = "#e4e6ea"
+WORDS = {"batch_tokens": ("batch size", "tokens per step"), "lr": ("learning rate", "peak learning rate")}
+"""Name and axis label of each quantity."""
 
 
 def sweeps(fit: HparamFit) -> Chart:
@@ -38,44 +40,33 @@ def sweeps(fit: HparamFit) -> Chart:
             ax.set_xscale("log")
             label_axis(ax.xaxis, "{:g}".format, log_ticks(*ax.get_xlim(), short=100))
             ax.set_ylim(*_loss_range(size))
-            ax.set(title=f"{label(size.architecture)} {quantity(size.parameters)}", ylabel="validation loss")
-            ax.set_xlabel("learning rate")
-        handles = [
+            title = f"{label(size.architecture)} {quantity(size.parameters)}"
+            ax.set(title=title, xlabel="learning rate", ylabel="validation loss")
+        star = Line2D([], [], color="none", marker="*", ms=10, mfc="white", mec=INK, label="interpolated minimum")
+        lines = (
             Line2D([], [], color=color, marker=marker, ms=4, lw=1.4, label=f"{quantity(b)} tokens")
             for b, (color, marker) in looks_of.items()
-        ]
-        handles.append(
-            Line2D([], [], color="none", marker="*", ms=10, mfc="white", mec=INK, label="interpolated minimum")
         )
+        handles = [*lines, star]
         figure.legend(handles=handles, loc="outside upper left", ncols=2 if narrow else min(6, len(handles)))
         return figure
 
-    found = sum(s.minimum is not None for size in fit.sizes for s in size.sweeps)
-    total = sum(len(size.sweeps) for size in fit.sizes)
+    found = [s.minimum is not None for size in fit.sizes for s in size.sweeps]
     return Chart(
         name="sweeps",
         title="Hyper-parameter sweeps",
         caption="Validation loss over the learning rate, a line for each batch size (tokens per step). Points are "
-        "runs, averaged over seeds; lines are the interpolation in logarithms; it is missing (dots alone) where the "
-        "best rate is on the edge of its grid or the next one diverged (× at the top). Stars: the minima."
+        "runs, averaged over seeds. Lines are the interpolation in logarithms; they are dotted where the best rate is "
+        "at the edge of its grid or the next one diverged (× at the top). Stars: the minima."
         + ("" if len(shown) == len(fit.sizes) else f" Shown are {len(shown)} of {len(fit.sizes)} models."),
-        alt=f"Loss against learning rate in {len(shown)} panels, one per model. {found} of {total} sweeps have a "
-        "minimum inside their grid.",
+        alt=f"Loss against learning rate in {len(shown)} panels, one per model. {sum(found)} of {len(found)} sweeps "
+        "have a minimum inside their grid.",
         columns=("architecture", "parameters", "batch_tokens", "lr", "loss", "best_lr", "best_loss", "problem"),
         rows=tuple(
-            (
-                size.architecture,
-                size.parameters,
-                s.batch_tokens,
-                lr,
-                loss,
-                getattr(m, "lr", None),
-                getattr(m, "loss", None),
-                s.problem,
-            )
+            (size.architecture, size.parameters, s.batch_tokens, lr, loss, *best, s.problem)
             for size in fit.sizes
             for s in size.sweeps
-            for m in [s.minimum]
+            for best in [(s.minimum.lr, s.minimum.loss) if s.minimum else (None, None)]
             for lr, loss in zip(s.lrs, s.losses, strict=True)
         ),
         draw=draw,
@@ -85,7 +76,7 @@ def sweeps(fit: HparamFit) -> Chart:
 def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -> None:
     ax.plot(sweep.lrs, sweep.losses, marker, color=color, ms=4)
     curve = sweep.curve()
-    if curve is None or curve.method == "parabola":  # which joins three of the points only
+    if curve is None or curve.method == "parabola":  # the parabola joins only three points
         ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
     if curve is not None:
         x = np.linspace(*curve.support, 200)
@@ -97,7 +88,7 @@ def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -
 
 
 def _loss_range(size: SizeFit) -> tuple[float, float]:
-    """The range of the loss axis: all minima and what is near them; losses far above would flatten them."""
+    """The range of the loss axis, without losses far above the minima."""
     losses = [x for s in size.sweeps for x in s.losses]
     if not losses:
         return 0.0, 1.0
@@ -120,11 +111,10 @@ def trends(fit: HparamFit) -> Chart | Absent:
         for i, name in enumerate(names):
             trend = next((t for t in fit.trends if t.architecture == name), None)
             pair = axes[2 * i : 2 * i + 2]
-            for ax, what in zip(pair, ("batch_tokens", "lr"), strict=True):
+            for ax, what in zip(pair, WORDS, strict=True):
                 drawn = _draw_trend(ax, fit.of(name), trend, what, style[name].color)
-                words = "batch size" if what == "batch_tokens" else "learning rate"
-                ax.set(title=f"{label(name)}: {words}", xlabel="parameters N")
-                ax.set_ylabel("tokens per step" if what == "batch_tokens" else "peak learning rate")
+                words, unit = WORDS[what]
+                ax.set(title=f"{label(name)}: {words}", xlabel="parameters N", ylabel=unit)
             bar = figure.colorbar(drawn, ax=pair, shrink=0.8, aspect=22, pad=0.02, extend="max")
             bar.set_label("loss above the best (%)")
             bar.outline.set_visible(False)
@@ -138,27 +128,22 @@ def trends(fit: HparamFit) -> Chart | Absent:
         name="trends",
         title=title,
         caption="Optimal batch size and learning rate over the number of parameters. Dots: every value of the grid, "
-        "the darker the closer its best run comes to the best of that model. Diamonds: the two-stage estimates; "
+        "darker if its best run is closer to the best of that model. Diamonds: the two-stage estimates; "
         f"dashed: the power laws through them, with their 95 % bands. {'. '.join(laws)}.",
         alt=f"Batch size and learning rate against model size: {listed([label(n) for n in names])}. {'; '.join(laws)}.",
         columns=("architecture", "parameters", "tokens", "best_batch_tokens", "best_lr", "loss", "problem"),
         rows=tuple(
-            (
-                s.architecture,
-                s.parameters,
-                s.tokens,
-                *(getattr(o, k, None) for k in ("batch_tokens", "lr", "loss")),
-                s.problem,
-            )
+            (s.architecture, s.parameters, s.tokens, *best, s.problem)
             for s in fit.sizes
             for o in [s.optimum]
+            for best in [(o.batch_tokens, o.lr, o.loss) if o else (None, None, None)]
         ),
         draw=draw,
     )
 
 
 def law_text(law: PowerLaw, variable: str) -> str:
-    """Prefactor and exponent with its interval."""
+    """A power law as text: prefactor, variable, and exponent with its interval."""
     return f"{law.prefactor.mean:.4g}·{variable}^{bracketed(law.slope, '.3f')}".replace("-", "−")
 
 
@@ -170,28 +155,25 @@ def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: s
     drawn = ax.scatter(n, y, c=excess, cmap=shades, norm=Normalize(0, EXCESS), s=30, edgecolors=INK, linewidths=0.3)
     optima = [(s.parameters, getattr(s.optimum, what)) for s in sizes if s.optimum is not None]
     if trend is not None:
-        law: PowerLaw = getattr(trend, what)
-        x = np.geomspace(min(n) / 1.3, max(n) * 1.3, 60)
-        draw_law(ax, law, x, color)
-    ax.plot([p[0] for p in optima], [p[1] for p in optima], "D", color="white", mec=INK, mew=1.3, ms=8, zorder=6)
-    ax.plot([p[0] for p in optima], [p[1] for p in optima], "D", color=color, ms=4.5, zorder=7)
+        draw_law(ax, getattr(trend, what), np.geomspace(min(n) / 1.3, max(n) * 1.3, 60), color)
+    at = [p[0] for p in optima], [p[1] for p in optima]
+    ax.plot(*at, "D", color="white", mec=INK, mew=1.3, ms=8, zorder=6)
+    ax.plot(*at, "D", color=color, ms=4.5, zorder=7)
     ax.set_xscale("log")
     ax.set_yscale("log", base=2)
     ax.set_ylim(min(y) / 1.6, max(y) * 1.6)
-    every = sorted({s.parameters for s in sizes})
-    label_axis(ax.xaxis, quantity, _apart(every))
+    label_axis(ax.xaxis, quantity, _apart(sorted({s.parameters for s in sizes})))
     label_axis(ax.yaxis, quantity if what == "batch_tokens" else "{:.2g}".format, _apart(sorted(set(y.tolist()))))
     return drawn
 
 
 def _apart(values: Sequence[float]) -> list[float]:
     """At most eight of the values, evenly spaced."""
-    step = math.ceil(len(values) / 8)
-    return list(values[::step])
+    return list(values[:: math.ceil(len(values) / 8)])
 
 
 def _grid_points(size: SizeFit, what: str) -> list[tuple[float, float, float]]:
-    """(N, value, per cent that the best loss at this value is above the best of all)."""
+    """(N, value, per cent by which the best loss at this value exceeds the best of all)."""
     best: dict[float, float] = {}
     for sweep in size.sweeps:
         for lr, loss in zip(sweep.lrs, sweep.losses, strict=True):
@@ -202,9 +184,8 @@ def _grid_points(size: SizeFit, what: str) -> list[tuple[float, float, float]]:
 
 
 def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = None) -> None:
-    """A dashed line and its band."""
-    values = [law.at(v) for v in x]
-    ax.plot(x, [v.mean for v in values], "--", color=color, lw=1.5, label=name, zorder=4)
+    """Draw a power law as a dashed line with its 95 % band."""
+    mean, low, high = np.array([(v.mean, v.low, v.high) for v in map(law.at, x)], float).T
+    ax.plot(x, mean, "--", color=color, lw=1.5, label=name, zorder=4)
     if law.freedom > 0:
-        low, high = [v.low or v.mean for v in values], [v.high or v.mean for v in values]
         band(ax, x, low, high, color)

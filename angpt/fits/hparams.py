@@ -1,14 +1,15 @@
 """The best batch size and learning rate as functions of model size: the two-stage interpolation of the paper.
 
-For each model size and batch size, the log loss over the log rate is interpolated and minimised; then the minima over
-the log batch size likewise, and the rate is read off the interpolated curve of the best rates. A minimum at the edge of
-its grid does not count: it is flagged with what to try, and is left out of the laws B*(N) and lr*(N).
+For each model size and batch size, log loss over log learning rate is interpolated and minimised. The minima are then
+interpolated and minimised over log batch size in the same way, and the rate is read off the interpolated curve of the
+best rates. A minimum at the edge of its grid does not count: it is flagged and left out of the laws B*(N) and lr*(N).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from angpt.fits.records import Cell, Record, RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Interval, edge
 
+T = TypeVar("T")
 SAME_BUDGET = 0.05
-"""Budgets, as multiples of the parameters, within this part of each other are the same."""
+"""Relative difference in tokens per parameter up to which budgets are the same."""
 END = {-1: "low", 1: "high"}
 """Names of the edges of a grid."""
 
@@ -32,7 +34,7 @@ class Minimum:
     lr: float
     loss: float
     method: Literal["akima", "parabola", "bounded"]
-    """bounded: the next higher rate diverged, and the lowest point itself is taken."""
+    """bounded: the next higher rate diverged, so the lowest point itself is the minimum."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Sweep:
     """Why there is no minimum inside the grid."""
 
     def curve(self) -> Curve | None:
-        """log loss over log lr, for figures."""
+        """Interpolated log loss over log learning rate, for figures; None without a minimum inside the grid."""
         if self.minimum is None or self.minimum.method == "bounded":
             return None
         return Curve.through(np.log(self.lrs), np.log(self.losses), edge(self.losses)[0])
@@ -67,7 +69,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SizeFit:
-    """One model size of one architecture."""
+    """The sweeps and the optimum of one model size of one architecture."""
 
     architecture: str
     parameters: float
@@ -77,12 +79,12 @@ class SizeFit:
     problem: str | None
     """Why there is no optimum."""
     flags: tuple[str, ...]
-    """Remarks on the optimum."""
+    """Notes on the sweeps and on the optimum."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The prediction for one size by the law of the others, divided by what was found there."""
+    """Prediction for one size from the laws of the others, divided by the optimum found there."""
 
     parameters: float
     batch_tokens: Interval
@@ -91,7 +93,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Trend:
-    """The laws of one architecture."""
+    """The laws B*(N) and lr*(N) of one architecture."""
 
     architecture: str
     batch_tokens: PowerLaw
@@ -102,50 +104,45 @@ class Trend:
 
 @dataclass(frozen=True)
 class HparamFit:
-    sizes: tuple[SizeFit, ...]
-    trends: tuple[Trend, ...]
     notes: tuple[str, ...]
+    trends: tuple[Trend, ...]
+    sizes: tuple[SizeFit, ...]
 
     def of(self, architecture: str) -> list[SizeFit]:
         return [size for size in self.sizes if size.architecture == architecture]
 
 
 def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
-    """The optima of every size and the laws through them; `multiple` chooses the budget in tokens per parameter."""
-    cells, lost = _one_budget(table, multiple)
+    """The optimum of every size and the laws through them; `multiple` selects the budget in tokens per parameter."""
+    all_cells, lost = _one_budget(table, multiple)
+    cells, chosen = _best_settings(all_cells)
     notes = list(table.notes)
-    cells, chosen = _best_settings(cells)
     if chosen:
         notes.append(f"{chosen:,} points were run with several other settings (such as β₂); the best of each is taken")
     sizes: list[SizeFit] = []
     trends: list[Trend] = []
-    for architecture in dict.fromkeys(cell.record.architecture for cell in cells):
+    for architecture in dict.fromkeys(cell.record.architecture for cell in all_cells):
         mine = [c for c in cells if c.record.architecture == architecture]
-        theirs = [r for r in lost if r.architecture == architecture]
+        diverged = [r for r in lost if r.architecture == architecture]
         counts = sorted({c.record.parameters for c in mine})
-        found = [fit_size([c for c in mine if c.record.parameters == n], theirs) for n in counts]
+        found = [fit_size([c for c in mine if c.record.parameters == n], diverged) for n in counts]
         sizes += found
         optima = [(size.parameters, size.optimum) for size in found if size.optimum is not None]
+        if len(optima) >= 2:
+            trends.append(fit_trend(architecture, optima))
         if len(counts) < 2:
-            notes.append(
-                f"{label(architecture)}: all runs have {quantity(counts[0])} parameters; a law in the size of the "
-                "model needs two sizes at least, and three for an interval: no law"
-            )
+            note = f"all runs have {quantity(counts[0])} parameters; a law needs at least two sizes, an interval three"
+        elif len(optima) < 2:
+            note = f"{len(optima)} of {len(counts)} sizes have an optimum inside their grid, two are needed: no law"
+        elif len(optima) == 2:
+            note = "only two sizes have an optimum: the law has no interval"
+        else:
             continue
-        if len(optima) < 2:
-            notes.append(f"{label(architecture)}: {_count(len(optima))} with an optimum inside its grid: no law")
-            continue
-        if len(optima) == 2:
-            notes.append(f"{label(architecture)}: two sizes with an optimum fix the law, but leave no interval")
-        trends.append(fit_trend(architecture, optima))
+        notes.append(f"{label(architecture)}: {note}")
     for size in sizes:
         name = f"{label(size.architecture)} {quantity(size.parameters)}"
-        notes += [f"{name}: {text}" for text in ((size.problem,) if size.problem else ()) + size.flags]
-    return HparamFit(tuple(sizes), tuple(trends), tuple(notes))
-
-
-def _count(sizes: int) -> str:
-    return "no size" if sizes == 0 else "only one size"
+        notes += [f"{name}: {text}" for text in (size.problem, *size.flags) if text]
+    return HparamFit(tuple(notes), tuple(trends), tuple(sizes))
 
 
 def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
@@ -155,7 +152,10 @@ def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], li
         return record.tokens / record.parameters
 
     if multiple is not None:
-        near: Callable[[Record], bool] = lambda r: abs(math.log(ratio(r) / multiple)) <= SAME_BUDGET  # noqa: E731
+
+        def near(record: Record) -> bool:
+            return abs(math.log(ratio(record) / multiple)) <= SAME_BUDGET
+
         cells = [c for c in table.cells if near(c.record)]
         if not cells:
             tried = sorted({float(f"{ratio(c.record):.3g}") for c in table.cells})
@@ -175,21 +175,23 @@ def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], li
 
 
 def _best_settings(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
-    """One cell for each size, batch size and rate, and how many of them were a choice between settings."""
-    best: dict[tuple[Any, ...], Cell] = {}
-    several: set[tuple[Any, ...]] = set()
-    for cell in cells:
-        r = cell.record
-        key = (r.architecture, r.parameters, r.batch_tokens, r.lr)
-        if key in best:
-            several.add(key)
-        if key not in best or cell.log_loss < best[key].log_loss:
-            best[key] = cell
-    return list(best.values()), len(several)
+    """The best cell for each size, batch size and rate, and for how many of these there were several cells."""
+
+    def key(cell: Cell) -> tuple[object, ...]:
+        return cell.record.architecture, cell.record.parameters, cell.record.batch_tokens, cell.record.lr
+
+    best: dict[tuple[object, ...], Cell] = {}
+    for cell in sorted(cells, key=lambda c: c.log_loss):
+        best.setdefault(key(cell), cell)
+    return list(best.values()), sum(count > 1 for count in Counter(map(key, cells)).values())
+
+
+def _or_problem(found: T | str) -> tuple[T | None, str | None]:
+    return (None, found) if isinstance(found, str) else (found, None)
 
 
 def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
-    """The optimum of one model size. A point at which any seed diverged counts as diverged."""
+    """The optimum of one model size. Settings at which any seed diverged count as diverged."""
     first = cells[0].record
     sweeps = []
     for batch in sorted({c.record.batch_tokens or 0.0 for c in cells}):
@@ -198,89 +200,82 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
         lost = {c.record.lr or 0.0 for c in mine if c.diverged} | tried - {c.record.lr for c in mine}
         good = sorted((c.record.lr or 0.0, math.exp(c.log_loss)) for c in mine if not c.diverged)
         sweeps.append(fit_sweep(batch, good, sorted(lost)))
-    tokens = float(np.median([c.record.tokens for c in cells]))
     flags = [f"batch of {quantity(s.batch_tokens)} tokens: {s.problem}" for s in sweeps if s.problem]
     flags += [
         f"batch of {quantity(s.batch_tokens)} tokens: the next higher rate diverged, so the best one itself is taken"
         for s in sweeps
         if s.minimum is not None and s.minimum.method == "bounded"
     ]
+    tokens = float(np.median([c.record.tokens for c in cells]))
+    optimum, problem = _or_problem(_optimum(sweeps))
+    if optimum is not None:
+        usable = [(s.batch_tokens, s.minimum.method) for s in sweeps if s.minimum is not None]
+        if optimum.method == "parabola":
+            flags.append(f"{len(usable)} batch sizes are too few for Akima's interpolation: parabola")
+        if few := [quantity(batch) for batch, method in usable if method == "parabola"]:
+            flags.append(f"too few rates for Akima's interpolation at a batch of {', '.join(few)} tokens: parabola")
+    return SizeFit(first.architecture, first.parameters, tokens, tuple(sweeps), optimum, problem, tuple(flags))
+
+
+def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
+    """The second stage: the minimum over the batch sizes, or the reason why there is none."""
     usable = [(s.batch_tokens, s.minimum) for s in sweeps if s.minimum is not None]
-
-    def refused(problem: str) -> SizeFit:
-        return SizeFit(first.architecture, first.parameters, tokens, tuple(sweeps), None, problem, tuple(flags))
-
     if len(usable) < 3:
-        return refused(
+        return (
             f"{len(usable)} of {len(sweeps)} batch sizes have a best rate inside their grid, three are needed: no "
             "optimum"
         )
     batches, losses = [math.log(batch) for batch, _ in usable], [math.log(m.loss) for _, m in usable]
     best, side = edge(losses)
     if side:
-        way = "smaller" if side < 0 else "larger"
-        return refused(
+        return (
             f"the best batch size, {quantity(usable[best][0])} tokens, is at the {END[side]} edge of the grid: no "
-            f"optimum; try {way} ones"
+            f"optimum; try {'smaller' if side < 0 else 'larger'} ones"
         )
     curve = Curve.through(batches, losses, best)
     at = curve.minimiser()
     value = float(curve(at))
     for sweep in sweeps:
         if sweep.minimum is None and sweep.losses and math.log(min(sweep.losses)) < value:
-            return refused(
-                f"the batch of {quantity(sweep.batch_tokens)} tokens is better still, but its best rate is not inside "
-                "of its grid: no optimum; extend that grid"
+            return (
+                f"the batch of {quantity(sweep.batch_tokens)} tokens has a lower loss, but its best rate is not inside "
+                "its grid: no optimum; extend that grid"
             )
     rate = float(Curve.through(batches, [math.log(m.lr) for _, m in usable], best)(at))
-    if curve.method == "parabola":
-        flags.append(f"{len(usable)} batch sizes are fewer than Akima's interpolation needs: parabola")
-    if few := [quantity(batch) for batch, m in usable if m.method == "parabola"]:
-        flags.append(f"fewer rates than Akima's interpolation needs at a batch of {', '.join(few)} tokens: parabola")
-    return SizeFit(
-        architecture=first.architecture,
-        parameters=first.parameters,
-        tokens=tokens,
-        sweeps=tuple(sweeps),
-        optimum=Optimum(math.exp(at), math.exp(rate), math.exp(value), curve.method),
-        problem=None,
-        flags=tuple(flags),
-    )
+    return Optimum(math.exp(at), math.exp(rate), math.exp(value), curve.method)
 
 
 def fit_sweep(batch: float, points: Sequence[tuple[float, float]], diverged: Sequence[float]) -> Sweep:
-    """The first stage at one batch size: (rate, loss) in the order of rates."""
+    """The first stage at one batch size; `points` are (rate, loss) in the order of rates."""
     lrs, losses = tuple(p[0] for p in points), tuple(p[1] for p in points)
+    return Sweep(batch, lrs, losses, tuple(diverged), *_or_problem(_minimum(lrs, losses, diverged)))
 
-    def sweep(found: Minimum | str) -> Sweep:
-        minimum, problem = (None, found) if isinstance(found, str) else (found, None)
-        return Sweep(batch, lrs, losses, tuple(diverged), minimum, problem)
 
-    if not points:
-        return sweep(f"all {len(diverged)} rates diverged; try lower ones")
+def _minimum(lrs: Sequence[float], losses: Sequence[float], diverged: Sequence[float]) -> Minimum | str:
+    """The minimum over the rates, or the reason why there is none."""
+    if not lrs:
+        return f"all {len(diverged)} rates diverged; try lower ones"
     best, side = edge(losses)
     if side > 0 and any(lr > lrs[best] for lr in diverged):
-        return sweep(Minimum(lrs[best], losses[best], "bounded"))
-    if len(points) < 3:
-        return sweep(f"{len(points)} rates are too few for a minimum; try three at least")
+        return Minimum(lrs[best], losses[best], "bounded")
+    if len(lrs) < 3:
+        return f"{len(lrs)} rates are too few for a minimum; try at least three"
     if side:
         way = "lower" if side < 0 else "higher"
-        return sweep(f"the best rate, {lrs[best]:g}, is at the {END[side]} edge of the grid; try {way} ones")
+        return f"the best rate, {lrs[best]:g}, is at the {END[side]} edge of the grid; try {way} ones"
     curve = Curve.through(np.log(lrs), np.log(losses), best)
     at = curve.minimiser()
-    return sweep(Minimum(math.exp(at), math.exp(float(curve(at))), curve.method))
+    return Minimum(math.exp(at), math.exp(float(curve(at))), curve.method)
 
 
 def fit_trend(architecture: str, optima: Sequence[tuple[float, Optimum]]) -> Trend:
-    """The laws through the optima (parameters, optimum), and for each size what the others say of it."""
-    n, batches, rates = zip(*((size, o.batch_tokens, o.lr) for size, o in optima), strict=True)
-    left_out = []
-    for i in range(len(n) if len(n) >= 3 else 0):
-        others = [j for j in range(len(n)) if j != i]
+    """The laws through the optima (parameters, optimum), and the prediction for each size from the others."""
+    n, batches, rates = np.array([(size, o.batch_tokens, o.lr) for size, o in optima]).T
 
-        def ratio(y: Sequence[float], i: int = i, others: Sequence[int] = others) -> Interval:
-            said = fit_power_law([n[j] for j in others], [y[j] for j in others]).at(n[i], new=True)
-            return said.times(1 / y[i])
+    def left_out(i: int) -> LeftOut:
+        others = np.arange(len(n)) != i
+        predictions = (fit_power_law(n[others], y[others]).at(n[i], new=True).times(1 / y[i]) for y in (batches, rates))
+        return LeftOut(float(n[i]), *predictions)
 
-        left_out.append(LeftOut(n[i], ratio(batches), ratio(rates)))
-    return Trend(architecture, fit_power_law(n, batches), fit_power_law(n, rates), tuple(n), tuple(left_out))
+    checks = tuple(map(left_out, range(len(n)))) if len(n) >= 3 else ()
+    return Trend(architecture, fit_power_law(n, batches), fit_power_law(n, rates), tuple(n.tolist()), checks)

@@ -1,8 +1,8 @@
-"""The lowest point of a curve through few values: Akima's interpolant, and its minimiser without a grid.
+"""The lowest point of a curve through few values: Akima's interpolant and its exact minimiser.
 
-Akima's piecewise cubic has as many pieces as there are gaps; on each the derivative is a quadratic, whose roots are
-known. With fewer than five points, which Akima's rule for the slopes needs, it is the parabola through the lowest point
-and its neighbours.
+Akima's piecewise cubic has one piece between neighbouring points; on each the derivative is a quadratic, whose roots
+are known. Akima's rule needs five points; with fewer, the curve is the parabola through the lowest point and its
+neighbours.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from scipy.interpolate import Akima1DInterpolator
 from angpt.fits.powerlaw import Floats
 
 AKIMA = 5
+"""Points that Akima's interpolation needs."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Curve:
     x: Floats
     y: Floats
     center: int
-    """Index of the middle point, where the curve is a parabola."""
+    """Index of the middle point of the parabola."""
 
     @classmethod
     def through(cls, x: ArrayLike, y: ArrayLike, center: int) -> "Curve":
@@ -36,10 +37,9 @@ class Curve:
 
     @property
     def support(self) -> tuple[float, float]:
-        """Where the curve says anything."""
-        if self.method == "akima":
-            return float(self.x[0]), float(self.x[-1])
-        return float(self.x[self.center - 1]), float(self.x[self.center + 1])
+        """The range of x in which the curve is defined."""
+        first, last = (0, -1) if self.method == "akima" else (self.center - 1, self.center + 1)
+        return float(self.x[first]), float(self.x[last])
 
     def __call__(self, x: ArrayLike) -> Floats:
         if self.method == "akima":
@@ -47,15 +47,15 @@ class Curve:
         return np.polyval(self._parabola(), np.asarray(x, float) - self.x[self.center])
 
     def _parabola(self) -> Floats:
-        """Coefficients about the centre, the highest power first."""
+        """Coefficients of the parabola around the center, the highest power first."""
         near = slice(self.center - 1, self.center + 2)
         return np.polyfit(self.x[near] - self.x[self.center], self.y[near], 2)
 
     def minimiser(self) -> float:
-        """Where the curve is lowest; its lowest point is not one of its ends."""
+        """The x of the lowest value; the lowest point must not be at an end."""
         if self.method == "parabola":
-            bend, slope, _ = self._parabola()
-            return float(self.x[self.center] - slope / (2 * bend)) if bend > 0 else float(self.x[self.center])
+            curvature, slope, _ = self._parabola()
+            return float(self.x[self.center] - (slope / (2 * curvature) if curvature > 0 else 0.0))
         pieces = Akima1DInterpolator(self.x, self.y)
         roots = pieces.derivative().roots(extrapolate=False)
         candidates = np.r_[self.x, roots[np.isfinite(roots)]]  # a flat piece has NaN among its roots

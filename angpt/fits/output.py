@@ -1,4 +1,4 @@
-"""The results of a fit: tables for the terminal, JSON in a file, figures in a folder."""
+"""Output of a fit: tables for the terminal, and a folder with JSON and figures."""
 
 import dataclasses
 import json
@@ -23,11 +23,11 @@ from angpt.stats import Interval
 from angpt.system import write_atomically
 
 SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}
-"""The approaches in tables, which must fit a terminal."""
+"""Short names of the approaches, for tables that fit a terminal."""
 
 
 def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Chart | Absent]) -> list[str]:
-    """NAME.json and the figures with their captions into the folder `out`; what was written, and what not."""
+    """Write NAME.json, the figures and their captions to the folder `out`; return a line for each."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         written, captions = [], []
@@ -41,12 +41,12 @@ def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Cha
         write_atomically(out / f"{name}.md", "\n".join(captions))
         write_atomically(out / f"{name}.json", json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
     except OSError as error:
-        raise UserError(f"{out}: cannot be written to ({error}); choose another --out") from error
+        raise UserError(f"{out}: cannot be written ({error}); choose another --out") from error
     return [f"numbers: {out / name}.json", f"figures with captions: {out / name}.md", *written]
 
 
 def plain(value: Any) -> Any:
-    """A value in the types of JSON: no arrays, no classes, null for what is not finite."""
+    """A value in the types of JSON; numbers that are not finite become null."""
     if isinstance(value, PowerLaw):
         return plain(value.summary())
     if isinstance(value, Interval):
@@ -64,18 +64,8 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def hparam_values(fit: HparamFit, source: str) -> dict[str, Any]:
-    return {"made_by": source, "notes": fit.notes, "trends": fit.trends, "sizes": fit.sizes}
-
-
-def scaling_values(fit: ScalingFit, source: str) -> dict[str, Any]:
-    return {
-        "made_by": source,
-        "counting": fit.counting,
-        "notes": fit.notes,
-        "architectures": {f.architecture: _architecture_values(f) for f in fit.architectures},
-        "comparisons": fit.comparisons,
-    }
+def scaling_values(fit: ScalingFit) -> dict[str, Any]:
+    return vars(fit) | {"architectures": {f.architecture: _architecture_values(f) for f in fit.architectures}}
 
 
 def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
@@ -84,14 +74,8 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
         m = f.frontier.minima
         values["frontier"] = {
             **{name: getattr(f.frontier, name) for name in ("loss", "parameters", "tokens", "blocks", "optimal")},
-            "minima": {
-                "compute": np.exp(m.log_compute),
-                "parameters": np.exp(m.log_parameters),
-                "tokens": np.exp(m.log_tokens),
-                "loss": np.exp(m.log_loss),
-                "edge": m.edge,
-                "used": m.used,
-            },
+            "minima": {name: np.exp(getattr(m, f"log_{name}")) for name in ("compute", "parameters", "tokens", "loss")}
+            | {"edge": m.edge, "used": m.used},
         }
     if isinstance(f.isoflop, IsoFlop):
         values["isoflop"] = {name: getattr(f.isoflop, name) for name in ("loss", "parameters", "tokens", "levels")}
@@ -115,8 +99,10 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     return values
 
 
-def estimate_text(value: Interval, form: str = ".4f") -> str:
-    """An estimate with its interval, 0.4663 [0.4512, 0.4801]; below 1e-12 it is 0."""
+def estimate_text(value: Interval | None, form: str = ".4f") -> str:
+    """An estimate with its interval, 0.4663 [0.4512, 0.4801]; 0 below 1e-12; empty for None."""
+    if value is None:
+        return ""
     if abs(value.mean) < 1e-12:
         value = dataclasses.replace(value, mean=0.0)
     return bracketed(value, form) + (" (no interval)" if value.low is None else "")
@@ -130,54 +116,35 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
         if (o := s.optimum) is not None:
             found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
         optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
-    laws = [
-        (
-            f"{label(t.architecture)} {name}",
-            estimate_text(law.prefactor, ".4g"),
-            estimate_text(law.slope),
-            str(len(t.sizes)),
-        )
-        for t in fit.trends
-        for name, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr))
-    ]
-    checks = [
-        (
-            f"{label(t.architecture)} {quantity(left.parameters)}",
-            estimate_text(left.batch_tokens, ".2f"),
-            estimate_text(left.lr, ".2f"),
-        )
-        for t in fit.trends
-        for left in t.leave_one_out
-    ]
+    laws, checks = [], []
+    for t in fit.trends:
+        name = label(t.architecture)
+        for what, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
+            cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(len(t.sizes))
+            laws.append((f"{name} {what}", *cells))
+        for left in t.leave_one_out:
+            ratios = estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f")
+            checks.append((f"{name} {quantity(left.parameters)}", *ratios))
     columns = ("model", "tokens", "batch tokens", "learning rate", "loss", "by")
-    title = "Left out: what the law of the other sizes says, over what was found"
-    return _not_empty(
+    title = "Each size left out: prediction from the others ÷ optimum found"
+    tables = (
         Table(columns, optima, "Optima"),
         Table(("law", "prefactor", "exponent", "sizes"), laws, "Laws over the parameters N, with 95 % intervals"),
         Table(("model", "batch size", "learning rate"), checks, title),
     )
-
-
-def _not_empty(*tables: Table) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
 def scaling_tables(fit: ScalingFit) -> list[Table]:
     """Exponents by each approach, the parametric law, and the comparison."""
-    laws = []
-    for f in fit.architectures:
-        for approach, short in SHORT.items():
-            for name, text in QUANTITIES.items():
-                law = f.law(approach, name)
-                if law is not None:
-                    row = estimate_text(law.prefactor, ".3g"), estimate_text(law.slope), str(law.points)
-                    laws.append((f"{label(f.architecture)} {text}", short, *row))
-                elif isinstance(p := f.parametric, Parametric) and approach == "parametric":
-                    what = "L(C) − E" if name == "loss" else text
-                    at_one = p.log_prefactors().get(name)
-                    first = "" if at_one is None else estimate_text(p.estimate(at_one).exp(), ".3g")
-                    row = first, estimate_text(p.estimate(p.exponents()[name])), str(p.points)
-                    laws.append((f"{label(f.architecture)} {what}", short, *row))
+    laws = [
+        (f"{label(f.architecture)} {e.quantity}", short, estimate_text(e.prefactor, ".3g"), estimate_text(e.exponent),
+         str(e.points))
+        for f in fit.architectures
+        for approach, short in SHORT.items()
+        for name in QUANTITIES
+        if (e := f.estimate(approach, name)) is not None
+    ]  # fmt: skip
     found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
     parametric = [
         (name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
@@ -185,11 +152,12 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
     ]
     columns = ("law", "by", "prefactor", "exponent", "n")
     names = [label(f.architecture) for f in fit.architectures]
-    tables = _not_empty(
+    tables = [
         Table(columns, laws, "Power laws of the compute C, with 95 % intervals"),
         Table(("", *names), parametric, "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals"),
-    )
-    return [*tables, *(_comparison_tables(fit) if fit.comparisons else ())]
+        *(_comparison_tables(fit) if fit.comparisons else ()),
+    ]
+    return [table for table in tables if table.rows]
 
 
 def _comparison_tables(fit: ScalingFit) -> list[Table]:
@@ -209,8 +177,8 @@ def _comparison_tables(fit: ScalingFit) -> list[Table]:
             savings.append((name, short, f"{s.loss:.3f}", estimate_text(s.factor, ".3f"), saved))
         if c.problem:
             savings.append((name, short, "", c.problem, ""))
-    columns = ("law", "by", base, "its own", "difference", "differ?")
+    columns = ("law", "by", base, "other", "difference", "differ?")
     return [
-        Table(columns, exponents, f"Are the exponents those of {base}?"),
-        Table(("", "by", "at loss", "ratio", "saved"), savings, f"Compute over that of {base} at equal loss"),
+        Table(columns, exponents, f"Do the exponents differ from those of {base}?"),
+        Table(("", "by", "at loss", "ratio", "saved"), savings, f"Compute relative to {base} at equal loss"),
     ]

@@ -1,7 +1,7 @@
 """Power laws by regression of logarithms, with the intervals of the paper: delta method and Student's t.
 
-y = prefactor · x^exponent is a line in the logarithms. With n points the errors are estimated with n − 2 degrees of
-freedom; a quantity that depends on the two parameters through a gradient J has the variance J Cov Jᵀ.
+y = prefactor · x^exponent is a line in the logarithms. With n points the errors have n − 2 degrees of freedom; a
+quantity that depends on the two parameters through a gradient J has the variance J Cov Jᵀ.
 """
 
 import math
@@ -19,23 +19,27 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """y = exp(level) · (x / exp(center))^exponent. About the mean of log x, level and exponent are not correlated."""
+    """y = exp(level) · (x / exp(center))^exponent.
+
+    `center` is the mean of log x, which makes level and exponent uncorrelated.
+    """
 
     center: float
     level: float
     exponent: float
     level_error: float
-    """Standard errors of the two."""
+    """Standard error of `level`."""
     exponent_error: float
     freedom: int
+    """Degrees of freedom of the standard errors."""
     deviation: float
-    """Standard deviation of log y about the line."""
+    """Standard deviation of log y around the line."""
     x: tuple[float, float]
-    """The range of the points that it was fitted to."""
+    """Lowest and highest x of the fitted points."""
     points: int
 
     def log_at(self, x: float, new: bool = False) -> Interval:
-        """log y at x with its interval; of a new point there rather than of the law if `new`."""
+        """log y at x with its confidence interval, or with the prediction interval of a `new` point."""
         distance = math.log(x) - self.center
         variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
         return Interval.around(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
@@ -49,6 +53,7 @@ class PowerLaw:
 
     @property
     def slope(self) -> Interval:
+        """The exponent with its interval."""
         return Interval.around(self.exponent, self.exponent_error, self.freedom)
 
     def log_inverse(self, y: float) -> tuple[float, float]:
@@ -70,7 +75,7 @@ class PowerLaw:
 
 
 def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) -> PowerLaw:
-    """A power law by least squares of log y on log x, with at least two different x.
+    """Fit a power law by least squares of log y on log x; at least two different x are needed.
 
     Weights are relative inverse variances.
     """
@@ -98,20 +103,29 @@ def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) 
     )
 
 
-def bend(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
-    """Exponents at the lowest and highest x where a parabola of the logarithms is plainly better than a line.
+def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
+    """Exponents at the lowest and highest x if log y over log x is curved at the 1 % level; otherwise None.
 
-    That is at a probability below 1 % of so much bend if there were none. The exponent of the power law is a mean then,
-    and its interval knows nothing of what lies beyond.
+    The exponent of the power law is then a mean, and its interval does not account for the curvature.
     """
     u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
     freedom = len(u) - 3
     if freedom < 1:
         return None
     t = u - u.mean()
-    (curve, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
-    error = math.sqrt(covariance[0, 0])
-    rounding = abs(curve) * float(np.ptp(t)) ** 2 < 1e-6
-    if rounding or 2 * float(stats.t.sf(abs(curve) / error, freedom)) > 0.01:
+    (curvature, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
+    rounding = abs(curvature) * float(np.ptp(t)) ** 2 < 1e-6
+    if rounding or 2 * float(stats.t.sf(abs(curvature) / math.sqrt(covariance[0, 0]), freedom)) > 0.01:
         return None
-    return float(slope + 2 * curve * t.min()), float(slope + 2 * curve * t.max())
+    return float(slope + 2 * curvature * t.min()), float(slope + 2 * curvature * t.max())
+
+
+def curvature_notes(x: ArrayLike, y: ArrayLike) -> list[str]:
+    """A note for L(C) if it is not a power law over the range of the points."""
+    if (ends := end_exponents(x, y)) is None:
+        return []
+    low, high = (f"{exponent:.3f}".replace("-", "−") for exponent in ends)
+    return [
+        f"L(C) is not a power law over this range: its exponent changes from {low} to {high}, as with an irreducible "
+        "loss; the exponent given is a mean, and the parametric fit includes that loss"
+    ]

@@ -1,4 +1,4 @@
-"""Fitted laws as the defaults of `angpt train`: the file of rules with some of its numbers replaced."""
+"""Write fitted laws as defaults of `angpt train` into a file of rules."""
 
 import dataclasses
 import itertools
@@ -18,27 +18,26 @@ RULES = Path(plan.__file__).with_name("rules.toml")
 
 
 def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
-    """Write the laws into the file of rules at `path`, which starts as a copy of the package's; a line for each law.
+    """Write the laws to the file of rules at `path` (new: a copy of the package's rules); return a line for each law.
 
-    A law replaces rate, batch and the exponents on the side of the anchor that has models of the fit; beyond them, an
-    exponent that was there stays.
+    A law replaces learning rate and batch size, and the exponents below and above the anchor if the fit has models
+    there.
     """
     base = path if path.exists() else RULES
     try:
         text = base.read_text(encoding="utf-8")
         rules = {name: from_dict(Rule, values, name) for name, values in tomllib.loads(text).items()}
     except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-        raise UserError(f"{base}: is no file of rules ({error}); choose another path for --write-rules") from error
+        raise UserError(f"{base}: is not a file of rules ({error}); choose another path for --write-rules") from error
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     comments, done = _comments(text), []
     for trend in trends:
         if trend.architecture not in rules:
-            known = ", ".join(rules)
-            raise UserError(f"--write-rules: there is no rule for {trend.architecture}; rules are for {known}")
+            raise UserError(f"--write-rules: no rule for {trend.architecture}; rules exist for {', '.join(rules)}")
         if trend.lr.freedom < 1:
-            raise UserError(f"--write-rules: {trend.architecture} has two sizes with an optimum; a rule needs three")
+            raise UserError(f"--write-rules: {trend.architecture} has an optimum for two sizes; a rule needs three")
         rules[trend.architecture] = rule = _rule(trend, rules[trend.architecture])
-        sizes = listed_sizes(trend)
+        sizes = f"{len(trend.sizes)} sizes from {quantity(trend.sizes[0])} to {quantity(trend.sizes[-1])}"
         comments[trend.architecture] = f"# Fitted to {sizes} by: {source}\n"
         done.append(
             f"{trend.architecture}: lr = {rule.lr:g}, exponents {list(rule.lr_exponents)}, batch_tokens = "
@@ -52,30 +51,21 @@ def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
     return done
 
 
-def listed_sizes(trend: Trend) -> str:
-    return f"{len(trend.sizes)} sizes from {quantity(trend.sizes[0])} to {quantity(trend.sizes[-1])}"
-
-
 def _comments(text: str) -> dict[str, str]:
-    """The comment right above each table, by its name: where its numbers come from."""
-    found, last = {}, ""
-    for line in text.splitlines(keepends=True):
-        if line.startswith("[") and last.startswith("# Fitted"):
-            found[line.strip().strip('[]"')] = last
-        last = line
-    return found
+    """The comment on the source of its numbers above each table, by the table's name."""
+    lines = text.splitlines(keepends=True)
+    pairs = itertools.pairwise(lines)
+    return {line.strip().strip('[]"'): last for last, line in pairs if line[0] == "[" and last.startswith("# Fitted")}
 
 
 def _rule(trend: Trend, old: Rule) -> Rule:
     exponent = float(f"{trend.lr.exponent:.3g}")
     below, above = old.lr_exponents
+    exponents = exponent if trend.sizes[0] < ANCHOR else below, exponent if trend.sizes[-1] > ANCHOR else above
     return dataclasses.replace(
         old,
         lr=float(f"{trend.lr.at(ANCHOR).mean:.3g}"),
-        lr_exponents=(
-            exponent if trend.sizes[0] < ANCHOR else below,
-            exponent if trend.sizes[-1] > ANCHOR else above,
-        ),
+        lr_exponents=exponents,
         batch_tokens=round(trend.batch_tokens.at(ANCHOR).mean),
         batch_exponent=float(f"{trend.batch_tokens.exponent:.3g}"),
     )

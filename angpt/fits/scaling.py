@@ -1,8 +1,8 @@
-"""Scaling laws by three approaches, and two architectures beside each other: exponents, and compute at equal loss."""
+"""Scaling laws by three approaches, and the comparison of architectures: exponents, and compute at equal loss."""
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ QUANTITIES = {"loss": "L(C)", "parameters": "N_opt(C)", "tokens": "D_opt(C)"}
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the fit."""
+    """Options of `fit_scaling`."""
 
     counting: Counting
     curves: bool = False
@@ -45,6 +45,16 @@ class Options:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between {low} and {high}")
         if self.huber is not None and not 0 < self.huber < math.inf:
             raise UserError(f"--huber {self.huber}: must be positive and finite")
+
+
+@dataclass(frozen=True)
+class LawEstimate:
+    """Prefactor and exponent of a law by any of the approaches."""
+
+    quantity: str
+    prefactor: Interval | None
+    exponent: Interval
+    points: int
 
 
 @dataclass(frozen=True)
@@ -63,23 +73,34 @@ class ArchitectureFit:
         fit = getattr(self, approach)
         return None if isinstance(fit, str | Parametric) else getattr(fit, name)
 
+    def estimate(self, approach: Approach, name: str) -> LawEstimate | None:
+        """Prefactor and exponent of a law; the parametric law of the loss has no single prefactor."""
+        if approach != "parametric":
+            law = self.law(approach, name)
+            return None if law is None else LawEstimate(QUANTITIES[name], law.prefactor, law.slope, law.points)
+        p = self.parametric
+        if isinstance(p, str):
+            return None
+        exponent = p.estimate(p.exponents()[name])
+        if name == "loss":
+            return LawEstimate("L(C) − E", None, exponent, p.points)
+        return LawEstimate(QUANTITIES[name], p.estimate(p.log_prefactors()[name]).exp(), exponent, p.points)
+
     def losses(self, approach: Approach) -> tuple[float, float] | None:
         """The lowest and highest loss that the approach's law of the loss was fitted to."""
-        if approach == "parametric":
-            if isinstance(self.parametric, str):
-                return None
-            ends = [math.exp(self.parametric.log_optimum(math.log(c))[2][0]) for c in self.parametric.compute]
-        else:
-            law = self.law(approach, "loss")
-            if law is None:
-                return None
+        law, p = self.law(approach, "loss"), self.parametric
+        if law is not None:
             ends = [law.at(c).mean for c in law.x]
+        elif approach == "parametric" and not isinstance(p, str):
+            ends = [math.exp(p.log_optimum(math.log(c))[2][0]) for c in p.compute]
+        else:
+            return None
         return min(ends), max(ends)
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Compute of one architecture over that of the baseline for the same loss: 0.7 is 30 % saved."""
+    """Compute of one architecture divided by that of the baseline for the same loss: 0.7 is 30 % saved."""
 
     loss: float
     factor: Interval
@@ -87,7 +108,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Exponents:
-    """An exponent of two architectures."""
+    """An exponent of two architectures, and the test of their difference."""
 
     quantity: str
     baseline: float
@@ -97,7 +118,7 @@ class Exponents:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An architecture beside the baseline, by one approach."""
+    """An architecture compared with the baseline, by one approach."""
 
     approach: Approach
     baseline: str
@@ -105,26 +126,25 @@ class Comparison:
     exponents: tuple[Exponents, ...]
     savings: tuple[Saving, ...]
     problem: str | None
-    """Why no compute is compared."""
+    """Why there are no savings."""
 
 
 @dataclass(frozen=True)
 class ScalingFit:
     counting: str
+    notes: tuple[str, ...]
     architectures: tuple[ArchitectureFit, ...]
     comparisons: tuple[Comparison, ...]
-    notes: tuple[str, ...]
 
     def of(self, architecture: str) -> ArchitectureFit:
         return next(a for a in self.architectures if a.architecture == architecture)
 
 
 def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) -> ScalingFit:
-    """The laws of every architecture of the table, and each beside the baseline: gpt+ where there is one, or the first
-    unless given."""
+    """The laws of every architecture, and the comparison of each with the baseline (default: gpt+, or the first)."""
     names = table.architectures()
     if baseline is not None and baseline not in names:
-        raise UserError(f"--baseline {baseline}: none of the runs is of this architecture: {nearest(baseline, names)}")
+        raise UserError(f"--baseline {baseline}: no run has this architecture: {nearest(baseline, names)}")
     chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
     fits = tuple(fit_architecture(table, name, options) for name in names)
     base = next(fit for fit in fits if fit.architecture == chosen)
@@ -132,10 +152,11 @@ def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) 
         compare(base, other, approach) for other in fits if other is not base for approach in APPROACHES
     )
     notes = (*table.notes, *(f"{label(fit.architecture)}: {note}" for fit in fits for note in fit.notes))
-    return ScalingFit(options.counting.describe(), fits, comparisons, notes)
+    return ScalingFit(options.counting.describe(), notes, fits, comparisons)
 
 
 def fit_architecture(table: RunTable, architecture: str, options: Options) -> ArchitectureFit:
+    """The laws of one architecture by all approaches."""
     cells = [cell for cell in table.cells if cell.record.architecture == architecture]
     sizes = {cell.record.parameters for cell in cells}
     if len(sizes) == 1:
@@ -146,89 +167,71 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
     sample, notes = make_sample(cells, options.counting)
     if options.curves:
         points, curve_of = make_curves(cells, options.counting)
-        notes.append(f"minima over {len(points):,} evaluations within runs, whose schedules had not ended there")
+        notes.append(f"minima over {len(points):,} evaluations during runs, before the end of their schedules")
     else:
         points, curve_of = sample, np.unique(sample.parameters, return_inverse=True)[1]
-    frontier = fit_frontier(points, curve_of, options.bins, options.curves)
-    isoflop = fit_isoflop(sample)
-    # A seed of its own for each architecture: the same draws would make their bootstrap samples depend on each other.
+    # Each architecture has its own seed: with the same draws their bootstrap samples would not be independent.
     seed = (options.seed, zlib.crc32(architecture.encode()))
-    parametric = fit_parametric(sample, options.bootstrap, seed, options.huber)
-    for approach, fit in (("frontier", frontier), ("isoflop", isoflop), ("parametric", parametric)):
-        title = APPROACHES[approach]  # type: ignore[index]
-        notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else _notes(fit))]
+    frontier = fit_frontier(points, curve_of, options.bins, options.curves)
+    isoflop, parametric = fit_isoflop(sample), fit_parametric(sample, options.bootstrap, seed, options.huber)
+    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric), strict=True):
+        notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
     return ArchitectureFit(architecture, sample, frontier, isoflop, parametric, tuple(notes))
 
 
-def _notes(fit: Frontier | IsoFlop | Parametric) -> Sequence[str]:
-    if not isinstance(fit, Parametric):
-        return fit.notes
-    notes = []
-    if fit.agreeing < 2:
-        notes.append(f"only one of {fit.tried} starts reached the lowest loss; it may not be the lowest there is")
-    if fit.reducible:
-        notes.append("the irreducible loss E is not told apart from zero")
-    if fit.freedom < 1:
-        notes.append("as many parameters as points: no intervals")
-    return notes
-
-
 def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> Comparison:
-    """The exponents of two architectures, and the compute for equal losses where both reached them."""
+    """The exponents of two architectures, and the compute for equal losses that both reached."""
     exponents = tuple(e for name in QUANTITIES if (e := _exponents(base, other, approach, name)) is not None)
-    ranges = base.losses(approach), other.losses(approach)
-    names = base.architecture, other.architecture
-    if ranges[0] is None or ranges[1] is None:
-        return Comparison(approach, *names, exponents, (), "one of the two has no law")
-    low, high = max(r[0] for r in ranges if r), min(r[1] for r in ranges if r)
-    if low >= high:
-        return Comparison(approach, *names, exponents, (), "no loss was reached by both; nothing is extrapolated")
-    losses = [math.exp((1 - part) * math.log(high) + part * math.log(low)) for part in (0.1, 0.5, 0.9)]
-    savings = tuple(Saving(loss, saving(base, other, approach, loss)) for loss in losses)
-    return Comparison(approach, *names, exponents, savings, None)
+    ranges = [r for r in (base.losses(approach), other.losses(approach)) if r is not None]
+    savings: tuple[Saving, ...] = ()
+    problem = None
+    if len(ranges) < 2:
+        problem = "one of the two has no law"
+    elif (low := max(r[0] for r in ranges)) >= (high := min(r[1] for r in ranges)):
+        problem = "the two reached no common loss; nothing is extrapolated"
+    else:
+        losses = [math.exp((1 - part) * math.log(high) + part * math.log(low)) for part in (0.1, 0.5, 0.9)]
+        savings = tuple(Saving(loss, saving(base, other, approach, loss)) for loss in losses)
+    return Comparison(approach, base.architecture, other.architecture, exponents, savings, problem)
 
 
 def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, name: str) -> Exponents | None:
-    quantity = QUANTITIES[name]
-    if approach == "parametric":
-        if isinstance(base.parametric, str) or isinstance(other.parametric, str):
-            return None
-        one, two = _together(base.parametric.exponents()[name], other.parametric.exponents()[name])
-        freedom = min(base.parametric.freedom, other.parametric.freedom)
-        estimate = _paired(base.parametric, other.parametric, two - one)
-        error = float(np.std((two - one)[1:])) if len(one) > 2 else 0.0
-        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, freedom)) if error and freedom > 0 else None
-        what = quantity if name != "loss" else "L(C) − E"
-        return Exponents(what, float(one[0]), float(two[0]), Difference(estimate, p))
-    laws = base.law(approach, name), other.law(approach, name)
-    if laws[0] is None or laws[1] is None:
+    one, two = base.estimate(approach, name), other.estimate(approach, name)
+    if one is None or two is None:
         return None
-    parts = [(law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None]
-    return Exponents(quantity, laws[0].exponent, laws[1].exponent, difference(*parts))
+    laws = base.law(approach, name), other.law(approach, name)
+    if laws[0] is not None and laws[1] is not None:
+        found = difference(*((law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None))
+    else:
+        values, estimate, freedom = _paired(base, other, lambda p: p.exponents()[name])
+        error = float(np.std(values[1:])) if len(values) > 2 else 0.0
+        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, freedom)) if error and freedom > 0 else None
+        found = Difference(estimate, p)
+    return Exponents(one.quantity, one.exponent.mean, two.exponent.mean, found)
 
 
 def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, loss: float) -> Interval:
-    """Compute of `other` over that of `base` at a loss, both by their laws (which must be there)."""
+    """Compute of `other` divided by that of `base` at a loss, by the laws of both (which must exist)."""
     if approach == "parametric":
-        assert not isinstance(base.parametric, str)
-        assert not isinstance(other.parametric, str)
-        one, two = _together(base.parametric.log_compute(loss), other.parametric.log_compute(loss))
-        with np.errstate(invalid="ignore"):
-            return _paired(base.parametric, other.parametric, two - one).exp()
-    laws = base.law(approach, "loss"), other.law(approach, "loss")
-    assert laws[0] is not None
-    assert laws[1] is not None
-    (one_at, one_error), (two_at, two_error) = laws[0].log_inverse(loss), laws[1].log_inverse(loss)
+        return _paired(base, other, lambda p: p.log_compute(loss))[1].exp()
+    laws = [law for f in (base, other) if (law := f.law(approach, "loss")) is not None]
+    (one, one_error), (two, two_error) = (law.log_inverse(loss) for law in laws)
     error, freedom = welch([(one_error, laws[0].freedom), (two_error, laws[1].freedom)])
-    return Interval.around(two_at - one_at, error, freedom).exp()
+    return Interval.around(two - one, error, freedom).exp()
 
 
-def _together(one: Floats, two: Floats) -> tuple[Floats, Floats]:
-    """The values and as many bootstrap samples of both; the samples are independent, so they pair at random."""
-    count = min(len(one), len(two))
-    return one[:count], two[:count]
+def _paired(
+    base: ArchitectureFit, other: ArchitectureFit, function: Callable[[Parametric], Floats]
+) -> tuple[Floats, Interval, int]:
+    """The difference of a function of two parametric laws: its values, its estimate and the degrees of freedom.
 
-
-def _paired(one: Parametric, two: Parametric, values: Floats) -> Interval:
-    """The estimate of a difference, with the fewer degrees of freedom of the two, which is the wider interval."""
-    return (one if one.freedom <= two.freedom else two).estimate(values)
+    Bootstrap samples are independent, so any pairing will do. The fewer degrees of freedom give the wider interval.
+    """
+    one, two = base.parametric, other.parametric
+    assert not isinstance(one, str)
+    assert not isinstance(two, str)
+    count = min(len(one.theta), len(two.theta))
+    with np.errstate(invalid="ignore"):
+        values = function(two)[:count] - function(one)[:count]
+    fewer = min(one, two, key=lambda p: p.freedom)
+    return values, fewer.estimate(values), fewer.freedom

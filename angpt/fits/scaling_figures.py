@@ -2,6 +2,8 @@
 the compute that one architecture saves."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -33,51 +35,46 @@ from angpt.present.style import (
 )
 from angpt.present.words import label, listed, quantity
 
+T = TypeVar("T")
 MANY = 1500
-"""Points from which a cloud is drawn as pixels also in SVG files."""
+"""Clouds of more points than this are drawn as pixels in SVG files too."""
 CURVES = 8
-"""Sizes or levels drawn of many."""
+"""Most sizes or levels that a figure shows."""
 FAR = 30.0
-"""Factor beyond the sizes tried up to which an optimum is drawn."""
+"""Optima are drawn up to this factor beyond the sizes tried."""
 NEAR = 0.05
-"""Part by which a size may differ from one that is drawn, and still be drawn with it."""
+"""Relative difference up to which runs of another size are drawn with a size."""
 
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
     """Every run, and the law of the compute-binned minima."""
     style = looks(f.architecture for f in fit.architectures)
+    laws = {f.architecture: f.frontier.loss for f in fit.architectures if isinstance(f.frontier, Frontier)}
 
     def draw(narrow: bool) -> Figure:
         figure, (ax,) = panels(1, narrow, columns=1, height=4.6)
         for f in fit.architectures:
             look, s = style[f.architecture], f.sample
-            ax.plot(s.compute, np.exp(s.log_loss), look.marker, color=look.color, ms=4, alpha=_alpha(len(s)),
-                    mec="none", rasterized=len(s) > MANY, label=label(f.architecture))  # fmt: skip
-        for f in fit.architectures:
-            if isinstance(f.frontier, Frontier):
-                law = f.frontier.loss
-                draw_law(ax, law, np.geomspace(*law.x, 80), style[f.architecture].color,
-                         f"{label(f.architecture)}: {law_text(law, 'C')}")  # fmt: skip
+            alpha = max(0.15, min(0.75, 40 / math.sqrt(len(s)) / 3))
+            ax.plot(s.compute, np.exp(s.log_loss), look.marker, color=look.color, ms=4, alpha=alpha, mec="none",
+                    rasterized=len(s) > MANY, label=label(f.architecture))  # fmt: skip
+        for name, law in laws.items():
+            text = f"{label(name)}: {law_text(law, 'C')}"
+            draw_law(ax, law, np.geomspace(*law.x, 80), style[name].color, text)
         compute_axis(ax)
-        plain_log_axis(ax)
-        _close_y(ax)
-        ax.set_ylabel("validation loss")
+        _loss_axis(ax)
         fold_legend(figure, ax, narrow)
         return figure
 
-    laws = [
-        f"{label(f.architecture)}: L(C) = {law_text(f.frontier.loss, 'C')}"
-        for f in fit.architectures
-        if isinstance(f.frontier, Frontier)
-    ]
+    words = [f"{label(name)}: L(C) = {law_text(law, 'C')}" for name, law in laws.items()]
     bounds = [label(f.architecture) for f in fit.architectures if not getattr(f.frontier, "optimal", True)]
-    extra = f" For {listed(bounds)} it is that of the best runs made, not of optima." if bounds else ""
+    extra = f" For {listed(bounds)} it is that of the best runs, not of optima." if bounds else ""
     return Chart(
         name="loss",
         title="Loss over compute",
         caption="Each point is a complete run, the best at its size and budget. Dashed: the power law of the lowest "
         f"loss at each compute, with its 95 % band.{extra} {fit.counting}.",
-        alt=f"Validation loss against training compute on logarithmic axes. {'; '.join(laws) or 'No law.'}",
+        alt=f"Validation loss against training compute on logarithmic axes. {'; '.join(words) or 'No law.'}",
         columns=("architecture", "parameters", "tokens", "compute", "loss"),
         rows=tuple(
             (f.architecture, float(n), float(d), float(c), math.exp(y))
@@ -99,46 +96,42 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2, narrow, columns=2, height=3.9)
-        for ax, name in zip(axes, ("parameters", "tokens"), strict=True):
+        for ax, name, heading in zip(axes, ("parameters", "tokens"), ("N_opt(C)", "D_opt(C)"), strict=True):
             for f in having:
                 _draw_optimum(ax, f, name, style[f.architecture])
             compute_axis(ax)
             ax.set_yscale("log")
             label_axis(ax.yaxis, quantity, log_ticks(*ax.get_ylim()))
-            ax.set(title="Parameters N_opt(C)" if name == "parameters" else "Tokens D_opt(C)")
-            ax.set_ylabel("parameters" if name == "parameters" else "tokens")
-        handles = [Line2D([], [], color=style[f.architecture].color, lw=2, label=label(f.architecture)) for f in having]
+            ax.set(title=f"{name.capitalize()} {heading}", ylabel=name)
+        lines: list[dict[str, Any]] = [
+            {"color": style[f.architecture].color, "lw": 2, "label": label(f.architecture)} for f in having
+        ]
         if any(f.law("frontier", "parameters") is not None for f in having):
-            text = "compute-binned minima and law"
-            handles.append(Line2D([], [], color=INK, marker=".", ls="--", lw=1.4, label=text))
+            lines.append({"marker": ".", "ls": "--", "lw": 1.4, "label": "compute-binned minima and law"})
         if any(isinstance(f.isoflop, IsoFlop) for f in having):
-            handles.append(Line2D([], [], color=INK, marker="D", mfc="white", ls="none", ms=5, label="IsoFLOP minima"))
+            lines.append({"marker": "D", "mfc": "white", "ls": "none", "ms": 5, "label": "IsoFLOP minima"})
         if any(isinstance(f.parametric, Parametric) for f in having):
-            handles.append(Line2D([], [], color=INK, ls=":", lw=1.4, label="parametric fit"))
+            lines.append({"ls": ":", "lw": 1.4, "label": "parametric fit"})
+        handles = [Line2D([], [], **({"color": INK} | line)) for line in lines]
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 5)
         return figure
 
     words = []
     rows: list[Row] = []
     for f in having:
-        for approach in ("frontier", "isoflop"):
-            n, d = f.law(approach, "parameters"), f.law(approach, "tokens")
-            if n is not None and d is not None:
-                rows += [(f.architecture, approach, q, law.prefactor.mean, law.exponent, law.slope.low, law.slope.high)
-                         for q, law in (("N_opt", n), ("D_opt", d))]  # fmt: skip
-                if approach == "frontier":
-                    text = f"N_opt = {law_text(n, 'C')}, D_opt = {law_text(d, 'C')}"
-                    words.append(f"{label(f.architecture)}: {text}")
-        if isinstance(f.parametric, Parametric):
-            for q, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
-                p = f.parametric
-                e, first = p.estimate(p.exponents()[name]), p.estimate(p.log_prefactors()[name]).exp().mean
-                rows.append((f.architecture, "parametric", q, first, e.mean, e.low, e.high))
+        for approach in APPROACHES:
+            for symbol, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
+                if (e := f.estimate(approach, name)) is not None and e.prefactor is not None:
+                    exponent = (e.exponent.mean, e.exponent.low, e.exponent.high)
+                    rows.append((f.architecture, approach, symbol, e.prefactor.mean, *exponent))
+        n, d = f.law("frontier", "parameters"), f.law("frontier", "tokens")
+        if n is not None and d is not None:
+            words.append(f"{label(f.architecture)}: N_opt = {law_text(n, 'C')}, D_opt = {law_text(d, 'C')}")
     return Chart(
         name="optimal",
         title=title,
-        caption="Best number of parameters and of tokens at each compute, by the approaches that say so. Minima are "
-        "those with a smaller and a larger model beside them; bands are the 95 % intervals of their law. "
+        caption="Best number of parameters and of tokens at each compute, by the approaches that find an optimum. "
+        "Minima are those with a smaller and a larger model beside them; bands are the 95 % intervals of their law. "
         + "".join(f"{text}. " for text in words)
         + f"{fit.counting}.",
         alt=f"Two panels on logarithmic axes: optimal parameters and tokens against compute. {'; '.join(words)}.",
@@ -154,13 +147,11 @@ def _has_optimum(f: ArchitectureFit) -> bool:
 
 
 def _parametric_optimum(f: ArchitectureFit, name: str) -> tuple[Floats, Floats]:
-    """Compute, and the best size or tokens there, as far as they are not far from anything tried."""
+    """Compute, and the best size or tokens there, where it is within FAR of the sizes tried."""
     if isinstance(f.parametric, str):
         return np.empty(0), np.empty(0)
     x = np.geomspace(*f.parametric.compute, 40)
-    n, d, _ = (
-        np.array(v) for v in zip(*([w[0] for w in f.parametric.log_optimum(math.log(c))] for c in x), strict=True)
-    )
+    n, d = np.array([[values[0] for values in f.parametric.log_optimum(math.log(c))[:2]] for c in x]).T
     tried = np.log(f.sample.parameters)
     near = (n > tried.min() - math.log(FAR)) & (n < tried.max() + math.log(FAR))
     return x[near], np.exp((n if name == "parameters" else d)[near])
@@ -188,22 +179,18 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
     if not having:
         return Absent(title, f"{fit.architectures[0].isoflop}.")
 
-    def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
-        for ax, (f, iso) in zip(axes, having, strict=True):
-            shown = [iso.levels[i] for i in evenly(len(iso.levels), CURVES)]
-            norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
-            for level in shown:
-                _draw_level(ax, level, DEPTH(norm(level.compute)))
-            _dress_curves(ax, f, "parameters N", "FLOPs")
-        return figure
+    def levels(ax: Axes, f: ArchitectureFit, iso: IsoFlop) -> None:
+        shown = [iso.levels[i] for i in evenly(len(iso.levels), CURVES)]
+        norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
+        for level in shown:
+            _draw_level(ax, level, DEPTH(norm(level.compute)))
 
     return Chart(
         name="isoflop",
         title=title,
         caption="Loss over model size at equal compute. Points are runs; lines are the parabolas in logarithms, drawn "
-        "over the sizes that shaped them, diamonds their vertices. Pale levels have their best run at the smallest or "
-        f"largest size, and no optimum. {fit.counting}.",
+        "over the sizes that they were fitted to; diamonds are their vertices. Pale levels have their best run at the "
+        f"smallest or largest size, and no optimum. {fit.counting}.",
         alt="Loss against model size, a parabola for each level of compute: "
         + "; ".join(f"{label(f.architecture)} {len(iso.levels)} levels" for f, iso in having)
         + ".",
@@ -215,7 +202,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
             for best in [(lev.vertex.parameters, lev.vertex.tokens) if lev.vertex else (None, None)]
             for n, y in zip(lev.parameters, lev.losses, strict=True)
         ),
-        draw=draw,
+        draw=_loss_curves(having, levels, "parameters N", "FLOPs"),
     )
 
 
@@ -237,23 +224,23 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
     if not having:
         return Absent(title, f"{fit.architectures[0].parametric}.")
 
-    def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
-        for ax, (f, law) in zip(axes, having, strict=True):
-            s = f.sample
-            tried = np.unique(s.parameters)
-            sizes = tried[evenly(len(tried), CURVES)].tolist()
-            norm = LogNorm(sizes[0] / 1.01, sizes[-1] * 1.01)
-            for size in sizes:
-                mine = np.abs(np.log(s.parameters / size)) <= NEAR
-                color = DEPTH(norm(size))
-                d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
-                ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
-                ax.plot(d, np.exp(_law_at(law, math.log(size), np.log(d))), color=color, lw=1.3)
-            _dress_curves(ax, f, "tokens D", "parameters")
-        return figure
+    def sizes(ax: Axes, f: ArchitectureFit, law: Parametric) -> None:
+        s, (e, log_a, log_b, a, b) = f.sample, law.theta[0]
+        tried = np.unique(s.parameters)
+        shown = tried[evenly(len(tried), CURVES)].tolist()
+        norm = LogNorm(shown[0] / 1.01, shown[-1] * 1.01)
+        for size in shown:
+            mine = np.abs(np.log(s.parameters / size)) <= NEAR
+            color = DEPTH(norm(size))
+            d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
+            loss = math.exp(e) + math.exp(log_a) * size**-a + math.exp(log_b) * d**-b
+            ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
+            ax.plot(d, loss, color=color, lw=1.3)
 
-    words = [f"{label(f.architecture)}: {parametric_text(law)}" for f, law in having]
+    words = []
+    for f, law in having:
+        e, a_, b_, a, b = (estimate.mean for estimate in law.parameters().values())
+        words.append(f"{label(f.architecture)}: L = {e:.3g} + {a_:.3g}/N^{a:.3f} + {b_:.3g}/D^{b:.3f}")
     return Chart(
         name="parametric",
         title=title,
@@ -264,26 +251,17 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
         rows=tuple(
             (f.architecture, name, e.mean, e.low, e.high) for f, law in having for name, e in law.parameters().items()
         ),
-        draw=draw,
+        draw=_loss_curves(having, sizes, "tokens D", "parameters"),
     )
 
 
-def _law_at(law: Parametric, n: float, d: Floats) -> Floats:
-    e, log_a, log_b, a, b = law.theta[0]
-    return np.logaddexp.reduce([np.full_like(d, e), np.full_like(d, log_a - a * n), log_b - b * d])
-
-
-def parametric_text(law: Parametric) -> str:
-    e, a_, b_, a, b = (estimate.mean for estimate in law.parameters().values())
-    return f"L = {e:.3g} + {a_:.3g}/N^{a:.3f} + {b_:.3g}/D^{b:.3f}"
-
-
 def savings(fit: ScalingFit) -> Chart | Absent:
-    """Compute over the baseline's at equal loss."""
+    """Compute relative to the baseline at equal loss."""
     title = "Compute at equal loss"
     having = [c for c in fit.comparisons if c.savings]
     if not having:
-        return Absent(title, "There are no two architectures that reached a common loss.")
+        return Absent(title, "No two architectures reached a common loss.")
+    base = label(having[0].baseline)
     shown: list[Approach] = [a for a in APPROACHES if any(c.approach == a for c in having)]
     style = looks(f.architecture for f in fit.architectures)
     curves = [(c, _saving_curve(fit, c)) for c in having]
@@ -299,7 +277,7 @@ def savings(fit: ScalingFit) -> Chart | Absent:
             reference(ax)
             ax.invert_xaxis()
             ax.set(title=APPROACHES[approach][0].upper() + APPROACHES[approach][1:], xlabel="validation loss")
-        axes[0].set_ylabel(f"compute over that of {label(having[0].baseline)}")
+        axes[0].set_ylabel(f"compute relative to {base}")
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -310,9 +288,9 @@ def savings(fit: ScalingFit) -> Chart | Absent:
     return Chart(
         name="savings",
         title=title,
-        caption=f"Compute that an architecture needs for a loss, over what {label(having[0].baseline)} needs, by the "
-        "laws of each approach and over the losses that both reached; below 1, the dashed line, it needs less. Bands: "
-        f"95 % intervals. {fit.counting}.",
+        caption=f"Compute that an architecture needs for a loss, divided by what {base} needs, by the laws of each "
+        "approach and over the losses that both reached; below 1 (dashed line) it needs less. Bands: 95 % intervals. "
+        f"{fit.counting}.",
         alt=f"Ratio of compute at equal loss. {'; '.join(words)}.",
         columns=("approach", "architecture", "loss", "factor", "low", "high"),
         rows=tuple(
@@ -328,18 +306,26 @@ def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
     ranges = [r for f in (one, two) if (r := f.losses(c.approach)) is not None]
     x = np.geomspace(max(r[0] for r in ranges), min(r[1] for r in ranges), 41)[1:-1]
     found = [saving(one, two, c.approach, float(loss)) for loss in x]
-    ends = [[math.nan if v is None else v for v in (e.mean, e.low, e.high)] for e in found]
-    return x, *np.array(ends).T
+    return x, *np.array([(e.mean, e.low, e.high) for e in found], float).T
 
 
-def _dress_curves(ax: Axes, f: ArchitectureFit, x: str, lines: str) -> None:
-    """Loss over a count, one line for each of `lines`."""
-    ax.set_xscale("log")
-    label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
-    plain_log_axis(ax)
-    _close_y(ax)
-    ax.set(title=label(f.architecture), xlabel=x, ylabel="validation loss")
-    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=lines, fontsize=8, title_fontsize=8)
+def _loss_curves(
+    having: Sequence[tuple[ArchitectureFit, T]], curves: Callable[[Axes, ArchitectureFit, T], None], x: str, lines: str
+) -> Callable[[bool], Figure]:
+    """Panels of loss over `x`, one per architecture, whose legend lists the `lines`."""
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
+        for ax, (f, found) in zip(axes, having, strict=True):
+            curves(ax, f, found)
+            ax.set_xscale("log")
+            label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
+            _loss_axis(ax)
+            ax.set(title=label(f.architecture), xlabel=x)
+            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=lines, fontsize=8, title_fontsize=8)
+        return figure
+
+    return draw
 
 
 def compute_axis(ax: Axes) -> None:
@@ -348,13 +334,11 @@ def compute_axis(ax: Axes) -> None:
     label_axis(ax.xaxis, lambda value: f"{value:.0e}".replace("e+", "e"))
 
 
-def _close_y(ax: Axes) -> None:
-    """A short logarithmic axis has few round numbers: label the steps of a linear one."""
+def _loss_axis(ax: Axes) -> None:
+    """A logarithmic loss axis; a short one has few round numbers, so it gets the ticks of a linear one."""
+    plain_log_axis(ax)
     low, high = ax.get_ylim()
     if high / low < 8:
         ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         ax.set_yticks([t for t in ticks if low <= t <= high])
-
-
-def _alpha(count: int) -> float:
-    return max(0.15, min(0.75, 40 / math.sqrt(count) / 3))
+    ax.set_ylabel("validation loss")

@@ -26,7 +26,7 @@ def test_hparams(tmp_path, capsys):
         capsys, "fit", "hparams", sweeps(tmp_path), "--out", out, "--write-rules", tmp_path / "rules.toml"
     )
     assert code == 0
-    for words in ("anGPT 506M", "GPT+ lr*(N)", "Left out", "rule: ", "fewer rates than Akima's"):
+    for words in ("anGPT 506M", "GPT+ lr*(N)", "Each size left out", "rule: ", "too few rates for Akima's"):
         assert words in text
     result = json.loads((out / "hparams.json").read_text())
     assert {t["architecture"] for t in result["trends"]} == {"gpt+", "angpt"}
@@ -72,7 +72,7 @@ def test_scaling(tmp_path, capsys):
         "C = 6·N·D",
         "1 of 162 runs diverged",
         "1 runs are copies",
-        "Compute over that of GPT+ at equal loss",
+        "Compute relative to GPT+ at equal loss",
     ):
         assert words in text
     result = json.loads((out / "scaling.json").read_text())
@@ -98,7 +98,7 @@ def test_scaling_of_the_papers_design(tmp_path, capsys):
         capsys, "fit", "scaling", write_csv(tmp_path / "x.csv", records), "--out", tmp_path, "--bootstrap", 50
     )
     assert code == 0
-    assert "no N_opt(C), no D_opt(C), and L(C) is that of the best runs made, an upper bound" in text
+    assert "no N_opt(C), no D_opt(C), and L(C) is that of the best runs, an upper bound" in text
     assert "no figure 'IsoFLOP curves'" in text
     result = json.loads((tmp_path / "scaling.json").read_text())["architectures"]["angpt"]
     assert result["frontier"]["parameters"] is None
@@ -115,7 +115,7 @@ def test_folders_and_files_together(tmp_path, capsys):
     )
     assert code == 0
     assert "N: parameters without embedding and head; C = 6·N·D" in text
-    assert "minima over 6 evaluations within runs" in text
+    assert "minima over 6 evaluations during runs" in text
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_folders_and_files_together(tmp_path, capsys):
         (("hparams",), "name study folders, run folders or CSV files"),
         (("hparams", "nothing.csv"), "nothing.csv: does not exist"),
         (("hparams", "{file}", "--multiple", "-1"), "--multiple -1.0: must be positive"),
-        (("hparams", "{file}", "--architectures", "gpt"), "none of the runs is of this architecture: did you mean"),
+        (("hparams", "{file}", "--architectures", "gpt"), "no run has this architecture: did you mean"),
         (("scaling", "{file}", "--count", "head"), "has no embedding_parameters"),
         (("scaling", "{file}", "--count", "given", "--attention"), "leave out --attention"),
         (("scaling", "{file}", "--curves"), "the runs have no curves"),
-        (("scaling", "{file}", "--out", "{file}"), "cannot be written to"),
+        (("scaling", "{file}", "--out", "{file}"), "cannot be written"),
         (("scaling", "{file}", "--count", "some"), "--count"),
     ],
 )  # fmt: skip

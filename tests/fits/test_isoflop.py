@@ -91,15 +91,17 @@ def test_edges_are_never_optima():
 
 
 def test_what_cannot_be_fitted_is_said():
-    assert fit_isoflop(grid(LAW, [1e8, 2e8], COMPUTES)).startswith("no level of compute at which three model sizes")
-    assert fit_isoflop(grid(LAW, SIZES, [1e20])).startswith("one level of compute")
+    assert fit_isoflop(grid(LAW, [1e8, 2e8], COMPUTES)).startswith(
+        "no level of compute (within 2%) has three model sizes"
+    )
+    assert fit_isoflop(grid(LAW, SIZES, [1e20])).startswith("only one level of compute")
     all_edges = fit_isoflop(grid(LAW, np.geomspace(1e6, 1e7, 6), COMPUTES))
     assert all_edges.startswith(
         "0 of 8 levels of compute have an optimum, two are needed (8 levels not used, since the"
     )
     two = fit_isoflop(grid(LAW, SIZES, [1e19, 1e20]))
     assert two.parameters.slope.low is None
-    assert "two levels fix the laws, but leave no interval" in two.notes
+    assert "only two levels have an optimum: the laws have no interval" in two.notes
 
 
 def test_noise_that_decides_is_refused():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from angpt.fits.powerlaw import bend, fit_power_law
+from angpt.fits.powerlaw import end_exponents, fit_power_law
 
 X = np.array([1e7, 3e7, 2e8, 5e8, 4e9])
 Y = 3.0 * X**-0.4 * np.exp([0.1, -0.05, 0.02, -0.1, 0.03])
@@ -74,15 +74,15 @@ def test_intervals_cover_in_95_of_100():
         assert 0.92 <= np.mean(hits) <= 0.98
 
 
-def test_a_bend_is_noticed_and_no_other():
+def test_curvature_is_noticed_and_noise_is_not():
     rng = np.random.default_rng(0)
     x = np.geomspace(1e18, 1e22, 20)
-    straight = [bend(x, 30 * x**-0.05 * np.exp(0.003 * rng.standard_normal(20))) for _ in range(200)]
+    straight = [end_exponents(x, 30 * x**-0.05 * np.exp(0.003 * rng.standard_normal(20))) for _ in range(200)]
     assert sum(b is not None for b in straight) <= 8
     y = 1.7 + 300 * x**-0.15
-    low, high = bend(x, y * np.exp(0.001 * rng.standard_normal(20)))
+    low, high = end_exponents(x, y * np.exp(0.001 * rng.standard_normal(20)))
     for at, found in ((x[0], low), (x[-1], high)):
         slope = -0.15 * 300 * at**-0.15 / (1.7 + 300 * at**-0.15)
         assert found == pytest.approx(slope, abs=0.015)
-    assert bend(x[:3], y[:3]) is None
-    assert bend(x, 3 * x**-0.1) is None
+    assert end_exponents(x[:3], y[:3]) is None
+    assert end_exponents(x, 3 * x**-0.1) is None

@@ -118,7 +118,7 @@ def test_a_csv_file(tmp_path):
         (1e8, pytest.approx(2.5)),
     ]
     assert table.architectures() == ["model"]
-    assert "x.csv: columns that are not used: hardware" in table.notes
+    assert "x.csv: unused columns: hardware" in table.notes
     assert any(note.startswith("1 of 3 runs diverged and are left out") and "x.csv:6" in note for note in table.notes)
 
 
@@ -143,17 +143,17 @@ def test_rows_of_a_run_are_its_curve(tmp_path):
     [
         ("", "has no column parameters and no column tokens and no column loss (found: nothing)"),
         ("params,tokens,loss\n", "has no column parameters (found: params, tokens, loss)"),
-        ("parameters,tokens,loss\n", "holds no run"),
+        ("parameters,tokens,loss\n", "has no runs"),
         ("parameters,tokens,loss,batch_token\n1,1,1,1\n", "unknown column 'batch_token': did you mean batch_tokens"),
         ("parameters,tokens,loss,loss\n1,1,1,1\n", "has the column loss twice"),
-        ("parameters,tokens,loss\n1e8,1e9,3\n1e8,ten,3\n", ":3: tokens = 'ten' is no number"),
+        ("parameters,tokens,loss\n1e8,1e9,3\n1e8,ten,3\n", ":3: tokens = 'ten' is not a number"),
         ("parameters,tokens,loss\n1e8,-5,3\n", ":2: tokens = -5 must be positive and finite"),
         ("parameters,tokens,loss\n0,5,3\n", ":2: parameters = 0 must be positive and finite"),
         ("parameters,tokens,loss\n,5,3\n", ":2: parameters is empty"),
-        ("parameters,tokens,loss\n1,5,abc\n", ":2: loss = 'abc' is no number"),
+        ("parameters,tokens,loss\n1,5,abc\n", ":2: loss = 'abc' is not a number"),
         ("parameters,tokens,loss\n1,5,-2\n", ":2: loss = -2 must be positive"),
-        ("parameters,tokens,loss\n1,5\n", ":2: has another number of cells than the first line"),
-        ("parameters,tokens,loss\n1,5,3,4\n", ":2: has another number of cells than the first line"),
+        ("parameters,tokens,loss\n1,5\n", ":2: its number of cells differs from the first line's"),
+        ("parameters,tokens,loss\n1,5,3,4\n", ":2: its number of cells differs from the first line's"),
         ("parameters,tokens,loss\n1,5,nan\n2,5,inf\n", "none of the 2 runs has finished with a finite loss"),
         ("run,parameters,tokens,loss\na,1,5,3\na,2,6,2\n", "rows of the run 'a' differ in parameters"),
         ("run,parameters,tokens,loss\na,1,5,3\na,1,5,2\n", "the run 'a' has two rows at 5 tokens"),
@@ -170,7 +170,7 @@ def test_sources_that_are_none(tmp_path):
         read_table([])
     with pytest.raises(UserError, match="does not exist"):
         read_table([tmp_path / "no"])
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="has no runs"):
         read_table([tmp_path])
     (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read as CSV"):
@@ -187,12 +187,12 @@ def test_what_a_fit_needs_is_asked_for(tmp_path):
         UserError, match=re.escape("x.csv:2: has no batch_tokens (tokens per step), which this fit needs")
     ):
         read_table([path], ("batch_tokens", "lr"))
-    with pytest.raises(UserError, match=re.escape("has no embedding_parameters (of the embedding")):
+    with pytest.raises(UserError, match=re.escape("has no embedding_parameters (parameters of the embedding")):
         make_sample(read_table([path]).cells, Counting("head"))
     with pytest.raises(UserError, match=re.escape("has no attention_flops")):
         make_sample(read_table([path]).cells, Counting(attention=True))
     big = write(tmp_path / "y.csv", "parameters,tokens,loss,embedding_parameters\n5,1,1,9\n6,1,1,1\n")
-    with pytest.raises(UserError, match="nothing is left of its parameters"):
+    with pytest.raises(UserError, match="no parameters are left"):
         make_sample(read_table([big]).cells, Counting("head"))
     with pytest.raises(UserError, match="the runs have no curves"):
         make_curves(read_table([big]).cells, Counting())
@@ -205,8 +205,8 @@ def test_duplicates_are_averaged_and_copies_dropped():
     table = average([record(2.0, "0"), record(2.0, "0"), record(8.0, "1"), record(4.0, "1"), record(5.0, "0", lr=0.1)])
     assert sorted((round(math.exp(c.log_loss), 9), c.seeds) for c in table.cells) == [(4.0, 3), (5.0, 1)]
     assert "1 runs are copies of another (same settings, seed and loss) and are left out" in table.notes
-    assert any(note.startswith("3 runs share their settings with others and are averaged") for note in table.notes)
-    assert "1 points have several losses for one seed, which count like further seeds" in table.notes
+    assert any(note.startswith("3 runs differ only in the seed and are averaged") for note in table.notes)
+    assert "1 points have several losses for one seed; they count as further seeds" in table.notes
 
 
 def test_the_best_of_each_size_and_budget():

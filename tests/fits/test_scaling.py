@@ -10,7 +10,7 @@ from angpt.errors import UserError
 from angpt.fits.compute import Counting
 from angpt.fits.hparam_figures import sweeps, trends
 from angpt.fits.hparams import fit_hparams
-from angpt.fits.output import hparam_tables, hparam_values, plain, scaling_tables, scaling_values
+from angpt.fits.output import hparam_tables, plain, scaling_tables, scaling_values
 from angpt.fits.records import Record, average
 from angpt.fits.scaling import APPROACHES, Options, fit_scaling
 from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
@@ -130,7 +130,7 @@ def test_nothing_is_extrapolated():
     assert {c.approach for c in found.comparisons} == set(APPROACHES)
     for c in found.comparisons:
         assert c.savings == ()
-        assert c.problem == "no loss was reached by both; nothing is extrapolated"
+        assert c.problem == "the two reached no common loss; nothing is extrapolated"
 
 
 def test_the_baseline_can_be_chosen():
@@ -141,7 +141,7 @@ def test_the_baseline_can_be_chosen():
     }
     chosen = fit_scaling(table, options(), "mine").comparisons
     assert {(c.baseline, c.other) for c in chosen} == {("mine", "gpt+"), ("mine", "angpt")}
-    with pytest.raises(UserError, match="--baseline other: none of the runs is of this architecture"):
+    with pytest.raises(UserError, match="--baseline other: no run has this architecture"):
         fit_scaling(table, options(), "other")
 
 
@@ -233,7 +233,7 @@ def test_whatever_comes_is_fitted_or_explained():
         with contextlib.suppress(UserError):
             how = options(bootstrap=20, curves=bool(rng.random() < 0.2), bins=int(rng.choice([10, 1500])))
             found = fit_scaling(average(records), how)
-            json.dumps(plain(scaling_values(found, "")), allow_nan=False)
+            json.dumps(plain(scaling_values(found)), allow_nan=False)
             scaling_tables(found)
             assert isinstance(loss_over_compute(found), Chart)
             for make in (optimal_sizes, isoflop_curves, parametric_law, savings):
@@ -241,7 +241,7 @@ def test_whatever_comes_is_fitted_or_explained():
             shown += 1
         with contextlib.suppress(UserError):
             swept = fit_hparams(average([dataclasses.replace(r, tokens=20 * r.parameters) for r in records]))
-            json.dumps(plain(hparam_values(swept, "")), allow_nan=False)
+            json.dumps(plain(swept), allow_nan=False)
             assert hparam_tables(swept)
             assert isinstance(sweeps(swept), Chart)
             assert isinstance(trends(swept), Chart | Absent)
