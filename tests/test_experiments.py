@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from angpt.models.variants import ARCHITECTURES
+from angpt.present.words import label
 from angpt.studies.executor import Processes
 from angpt.studies.outcome import markdown
 from angpt.studies.progress import ASSUMED_TFLOPS, hours

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from angpt.present.words import label, quantity
+from angpt.present.words import label, overhead, quantity
 from angpt.results import Cost, Result, Row, RunResult, SpeedUp
 from angpt.stats import (
     Deviation,
@@ -214,29 +214,28 @@ def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] |
 
 
 def verdict(best: Row, reference: Row, distinct: bool | None, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
-    """A sentence that compares the best architecture with the baseline.
+    """A few sentences that compare the best architecture with the baseline.
 
-    `distinct` says whether their losses differ by more than those of seeds do; None where there is one seed only.
+    `distinct`: True if their losses differ by more than seed noise; None with a single seed.
     """
     assert best.val_loss is not None
     assert reference.val_loss is not None
     ours, theirs = best.val_loss.mean, reference.val_loss.mean
     name, base = label(best.architecture), label(reference.architecture)
-    numbers = f"({ours:.3f} against {theirs:.3f})"
-    if distinct is False:
-        sentence = f"{name} and {base} end at losses that the seeds do not tell apart {numbers}"
-    else:
-        change = ours / theirs - 1
-        sentence = f"{name} ends {abs(change):.1%} {'below' if change < 0 else 'above'} {base} in loss {numbers}"
-    if gain := _gain(rows, best.architecture, base):
-        sentence += f"; {gain}"
+    sentences = [
+        f"{name} reaches {ours:.3f}, {base} {theirs:.3f} ({overhead(Interval(ours / theirs - 1, None, None))})"
+    ]
+    if distinct is not True:
+        sentences.append("One seed: no intervals" if distinct is None else "The difference is within seed noise")
+    if gain := _gain(rows, name, best.architecture, base):
+        sentences.append(gain)
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
-        sentence += f"; {_time(cost.overhead)}"
-    return sentence + (" (one seed: no error bars)." if distinct is None else ".")
+        sentences.append(_time(cost.overhead))
+    return ". ".join(sentences) + "."
 
 
-def _gain(rows: Sequence[Row], architecture: str, base: str) -> str | None:
+def _gain(rows: Sequence[Row], name: str, architecture: str, base: str) -> str | None:
     """The speed-up at the largest budget where it is known, and not only bounded; else the strongest bound."""
     own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
     by_relation = {r: [(row, s) for row, s in own if s.relation == r] for r in ("=", ">", "<")}
@@ -248,12 +247,12 @@ def _gain(rows: Sequence[Row], architecture: str, base: str) -> str | None:
         row, s = min(by_relation["<"], key=lambda pair: pair[1].value)
     else:
         return None
-    words = {"=": "", ">": "more than ", "<": "less than "}[s.relation]
-    interval = f" ({s.low:.2f} to {s.high:.2f})" if s.low is not None and s.high is not None else ""
-    return f"for its loss after {quantity(row.tokens)} tokens {base} needs {words}{s.value:.2f} times as many{interval}"
+    bound = "" if s.relation == "=" else f"{s.relation} "
+    interval = f" [{s.low:.2f}, {s.high:.2f}]" if s.low is not None and s.high is not None else ""
+    return f"To match {name} at {quantity(row.tokens)} tokens, {base} needs {bound}{s.value:.2f}× the tokens{interval}"
 
 
 def _time(overhead: Interval) -> str:
     if overhead.low is not None and overhead.high is not None and overhead.low <= 0 <= overhead.high:
-        return f"a step takes the same time (to within {max(-overhead.low, overhead.high):.1%})"
-    return f"a step takes {abs(overhead.mean):.1%} {'more' if overhead.mean >= 0 else 'less'} time"
+        return f"No measurable difference in time per step (± {50 * (overhead.high - overhead.low):.1f} %)"
+    return f"A step takes {abs(100 * overhead.mean):.1f} % {'more' if overhead.mean >= 0 else 'less'} time"

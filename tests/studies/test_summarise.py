@@ -50,34 +50,33 @@ def test_a_clear_win():
         row("angpt", 2, 2.9, speedup=speedups[1]),
     ]
     assert told(rows, COSTS) == (
-        "anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000); for its loss after 1 tokens GPT+ needs 1.40 times "
-        "as many (1.30 to 1.50); a step takes 3.0% more time."
+        "anGPT reaches 2.900, GPT+ 3.000 (−3.3 %). To match anGPT at 1 tokens, GPT+ needs 1.40× the tokens [1.30, 1.50]. "
+        "A step takes 3.0 % more time."
     )
 
 
 def test_a_tie_is_called_one():
     rows = [row("gpt+", 1, 3.0), row("angpt", 1, 2.95)]
     found = told(rows, distinct=False)
-    assert found == "anGPT and GPT+ end at losses that the seeds do not tell apart (2.950 against 3.000)."
+    assert found == "anGPT reaches 2.950, GPT+ 3.000 (−1.7 %). The difference is within seed noise."
 
 
 def test_a_loss_is_called_one():
     rows = [row("gpt+", 1, 3.0), row("angpt", 1, 3.3, speedup=SpeedUp(0.8, None, None, "<"))]
     assert told(rows) == (
-        "anGPT ends 10.0% above GPT+ in loss (3.300 against 3.000); "
-        "for its loss after 1 tokens GPT+ needs less than 0.80 times as many."
+        "anGPT reaches 3.300, GPT+ 3.000 (+10.0 %). To match anGPT at 1 tokens, GPT+ needs < 0.80× the tokens."
     )
 
 
 def test_a_cost_that_is_none_is_called_none():
     costs = [COSTS[0], Cost("angpt", "", 1, Interval(10, 9, 11, 3), Interval(-0.01, -0.04, 0.02, 3), 1)]
     found = told([row("gpt+", 1, 3.0), row("angpt", 1, 2.0)], costs)
-    assert found.endswith("a step takes the same time (to within 4.0%).")
+    assert found.endswith("No measurable difference in time per step (± 3.0 %).")
 
 
 def test_one_seed_has_no_error_bars():
     rows = [row(n, 1, m, spread=0) for n, m in (("gpt+", 3.0), ("angpt", 2.9))]
-    assert told(rows, distinct=None).endswith("(one seed: no error bars).")
+    assert told(rows, distinct=None).endswith("(−3.3 %). One seed: no intervals.")
 
 
 @pytest.mark.parametrize("names", [("gpt+",), ("angpt", "ngpt")])
@@ -89,20 +88,20 @@ def test_too_little_to_tell(names):
 def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
     groups = [chosen("gpt+", 1, 3.2), chosen("gpt+", 2, 3.0), chosen("ngpt", 2, 2.95), chosen("angpt", 2, 2.9, 2.901)]
     assert contest([*groups, chosen("angpt", 1, 1.0)], "gpt+") == (groups[3], groups[1])
-    assert summarised(*groups).verdict.startswith("anGPT ends 3.3% below GPT+ in loss (2.900 against 3.000)")
+    assert summarised(*groups).verdict.startswith("anGPT reaches 2.900, GPT+ 3.000 (−3.3 %).")
 
 
 def test_of_bounds_the_strongest_is_told():
     bounds = SpeedUp(2.0, None, None, ">"), SpeedUp(1.0, None, None, ">")
     rows = [row("gpt+", 1, 3.2), row("gpt+", 2, 3.0)]
     rows += [row("angpt", b + 1, 2.9 - b / 10, speedup=bounds[b]) for b in (0, 1)]
-    assert "after 1 tokens GPT+ needs more than 2.00 times as many" in told(rows)
+    assert "at 1 tokens, GPT+ needs > 2.00× the tokens" in told(rows)
 
 
 def test_under_way():
     waiting = chosen("ngpt", 1, None, status="waiting")
     result = summarised(chosen("gpt+", 1, 3.0), chosen("angpt", 1, 2.0), waiting)
-    assert result.verdict.startswith("So far: anGPT ends 33.3% below GPT+")
+    assert result.verdict.startswith("So far: anGPT reaches 2.000, GPT+ 3.000 (−33.3 %).")
     assert not result.complete
     assert result.rows[2].val_loss is None
 
