@@ -60,12 +60,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = ("d_model", "n_layers", "n_heads", "vocab_size", "context", "d_ff")
-        _check(self, "positive", lambda value: value > 0, *sizes, prefix="model.")
-        _require(
-            self.d_model % self.n_heads == 0,
-            f"model.n_heads = {self.n_heads} does not divide model.d_model = {self.d_model}",
-        )
-        _check(self, "in [0, 1]", lambda value: 0 <= value <= 1, "rotary_fraction", prefix="model.")
+        check_settings(self, "positive", lambda value: value > 0, *sizes, prefix="model.")
+        d, heads = self.d_model, self.n_heads
+        _require(d % heads == 0, f"model.n_heads = {heads} does not divide model.d_model = {d}")
+        check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, "rotary_fraction", prefix="model.")
         rotary = self.rotary_fraction * self.d_head
         _require(
             rotary == int(rotary) and int(rotary) % 2 == 0,
@@ -73,7 +71,7 @@ class ModelConfig:
             "dimensions; they are rotated in pairs, so it must be an even whole number",
         )
         constants = ("rotary_base", "g_init", "alpha_init", "stored_scale", "nu_p", "nu_acf")
-        _check(self, "positive and finite", lambda value: 0 < value < math.inf, *constants, prefix="model.")
+        check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, *constants, prefix="model.")
 
     @property
     def d_head(self) -> int:
@@ -124,7 +122,7 @@ class DataConfig:
     """Fraction of the training tokens, at their end, to hold out and evaluate on instead of the validation split."""
 
     def __post_init__(self) -> None:
-        _check(self, "in [0, 1)", lambda value: 0 <= value < 1, "tuning_split", prefix="data.")
+        check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, "tuning_split", prefix="data.")
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,8 @@ class PrepareConfig:
     """Threads that tokenize; one per core unless given. The result does not depend on it."""
 
     def __post_init__(self) -> None:
-        _check(self, "at least 1", lambda value: value >= 1, "workers")
-        _check(self, "between 0 and 1", lambda value: 0 < value < 1, "val_fraction")
+        check_settings(self, "at least 1", lambda value: value >= 1, "workers")
+        check_settings(self, "between 0 and 1", lambda value: 0 < value < 1, "val_fraction")
 
 
 @dataclass(frozen=True)
@@ -174,10 +172,10 @@ class OptimizerConfig:
     """Largest norm of the gradient; longer ones are clipped."""
 
     def __post_init__(self) -> None:
-        _check(self, "positive", lambda value: value > 0, "lr", "eps", "clip", prefix="optimizer.")
+        check_settings(self, "positive", lambda value: value > 0, "lr", "eps", "clip", prefix="optimizer.")
         fractions = ("warmup", "final_lr", "weight_decay")
-        _check(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")
-        _check(self, "in [0, 1)", lambda value: 0 <= value < 1, "beta1", "beta2", prefix="optimizer.")
+        check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")
+        check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, "beta1", "beta2", prefix="optimizer.")
 
 
 @dataclass(frozen=True)
@@ -237,13 +235,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         sizes = ("batch_tokens", "micro_batch", "eval_tokens", "keep_checkpoints", "shard_ranks", "timeout")
-        _check(self, "positive", lambda value: value > 0, *sizes, "eval_every", "log_every", "checkpoint_every")
-        _check(self, "0 or more", lambda value: value >= 0, "layers_every")
-        _check(self, "in [0, 2⁶³)", lambda value: 0 <= value < 2**63, "seed")
-        _require(
-            self.shard_ranks is None or self.parallel == "fsdp",
-            f"shard_ranks = {self.shard_ranks} shards matrices, which needs parallel = 'fsdp'",
-        )
+        check_settings(self, "positive", lambda value: value > 0, *sizes, "eval_every", "log_every", "checkpoint_every")
+        check_settings(self, "0 or more", lambda value: value >= 0, "layers_every")
+        check_settings(self, "in [0, 2⁶³)", lambda value: 0 <= value < 2**63, "seed")
+        if self.shard_ranks is not None and self.parallel != "fsdp":
+            raise UserError(f"shard_ranks = {self.shard_ranks} shards matrices, which needs parallel = 'fsdp'")
         parse_budget(self.tokens, parameters=10**9)
 
 
@@ -351,7 +347,7 @@ def _require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def _check(config: Any, rule: str, holds: Callable[[Any], bool], *names: str, prefix: str = "") -> None:
+def check_settings(config: Any, rule: str, holds: Callable[[Any], bool], *names: str, prefix: str = "") -> None:
     """Raise an error unless each of these settings is None or satisfies the rule."""
     for name in names:
         value = getattr(config, name)

@@ -44,7 +44,9 @@ class Piece(NamedTuple):
     """Split of the document in the data set itself; None if the data set has no splits."""
 
 
-def open_source(names: tuple[str, ...], column: str, subset: str | None, hub_split: str | None) -> "Source":
+def open_source(
+    names: tuple[str, ...], column: str, subset: str | None, hub_split: str | None
+) -> "FileSource | HubSource":
     """The source for the names on the command line: `stdlib`, `hf:NAME`, or paths of files and folders."""
     alone = [name for name in names if name == "stdlib" or name.startswith("hf:")]
     if len(names) != 1 and (alone or not names):
@@ -137,9 +139,6 @@ class HubSource:
         if "train" not in found:
             raise UserError(f"hf:{self.name}: has no split train; choose one of {', '.join(found)} with --hub-split")
         return [(None, found["train"])]
-
-
-Source = FileSource | HubSource
 
 
 def _line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from angpt.config import TrainConfig, read_toml, to_toml
 from angpt.data.shards import TOKENIZER
@@ -49,8 +50,7 @@ def export(source: Source, folder: Path) -> None:
         write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
         if tokenizer is not None and source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
-            end_name = None if end is None else tokenizer.id_to_token(end)
-            write_json(part / "tokenizer_config.json", tokenizer_json(source, end_name))
+            write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
             (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
         (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
@@ -94,14 +94,10 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
     }
 
 
-def tokenizer_json(source: Source, end: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": source.cfg.context,
-        "padding_side": "left",
-        "clean_up_tokenization_spaces": False,
-    }
-    return found | ({} if end is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), end))
+def tokenizer_json(context: int, tokenizer: Tokenizer, end: int | None) -> dict[str, Any]:
+    names = {} if end is None else dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.id_to_token(end))
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"}
+    return {**fixed, "model_max_length": context, "clean_up_tokenization_spaces": False, **names}
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from angpt.config import check_settings
 from angpt.errors import UserError
 
 if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
@@ -33,16 +34,11 @@ class Sampling:
     """Keep only tokens with at least this fraction of the probability of the likeliest."""
 
     def __post_init__(self) -> None:
-        for name, good, rule in (
-            ("repetition_penalty", self.repetition_penalty > 0, "positive (1: off)"),
-            ("temperature", self.temperature >= 0, "0 (the likeliest token) or more"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
-        ):
-            value = getattr(self, name)
-            if not good or (isinstance(value, float) and not math.isfinite(value)):
-                raise UserError(f"{name} must be {rule}, not {value}")
+        check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, "repetition_penalty")
+        check_settings(self, "finite and 0 or more", lambda value: 0 <= value < math.inf, "temperature")
+        check_settings(self, "at least 1", lambda value: value >= 1, "top_k")
+        check_settings(self, "in (0, 1]", lambda value: 0 < value <= 1, "top_p")
+        check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, "min_p")
 
 
 GREEDY = Sampling(temperature=0, top_k=None)
