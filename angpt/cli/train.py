@@ -1,4 +1,4 @@
-"""The command `angpt train`: which configuration to start from, then call the library and print."""
+"""The command `angpt train`: choose the configuration, call the library and print."""
 
 import argparse
 import dataclasses
@@ -19,18 +19,18 @@ DEFAULT_PRESET = "laptop"
 
 
 def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
-    """What the other options override: the configuration of a run, of a file, or of a preset."""
+    """The configuration that other options override: that of a run, a file or a preset."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.set_defaults(resume=None)
     for name in ("--config", "--preset", *(("--resume",) if resumable else ())):
         parser.add_argument(name)
     try:
         chosen, _ = parser.parse_known_args(args)
-    except argparse.ArgumentError:  # a missing value: the real parser says so better
+    except argparse.ArgumentError:  # a missing value, which the main parser reports
         return preset(DEFAULT_PRESET)
     given = [name for name, value in vars(chosen).items() if value is not None]
     if len(given) > 1:
-        raise UserError(f"--{given[0]} and --{given[1]} both say what to start from; give one of them")
+        raise UserError(f"--{given[0]} and --{given[1]} both choose a configuration; give one of them")
     if chosen.resume is not None:
         from angpt.training.run import Run
 
@@ -41,9 +41,9 @@ def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
 
 
 def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
-    """The configuration with learning rate, warm-up and decay open again, where they are still those of `base`.
+    """The configuration with learning rate, warm-up and decay left open, unless they differ from those of `base`.
 
-    A file that a run has written fixes them; for another architecture they would be the wrong ones.
+    The config.toml of a run has values for them, which would be wrong for another architecture.
     """
     ours, theirs = config.optimizer, base.optimizer
     names = [n for n in ("lr", "warmup", "weight_decay") if getattr(ours, n) == getattr(theirs, n)]
@@ -52,7 +52,7 @@ def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
 
 
 def train_command(args: Sequence[str]) -> Callable[..., None]:
-    """The sub-command, whose defaults depend on the arguments that it will be called with."""
+    """The sub-command, whose defaults depend on its arguments."""
     base = starting_point(args)
 
     def train(
@@ -64,7 +64,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         slurm: bool = False,
         cluster: Annotated[SlurmConfig, tyro.conf.arg(name="slurm")] = SlurmConfig(),  # noqa: B008
     ) -> None:
-        """Train one model into a run folder. Ctrl-C finishes the step, saves, and exits with 3; --resume goes on.
+        """Train one model into a run folder. Ctrl-C finishes the step, saves, and exits with 3; --resume continues.
 
         On several GPUs or machines: `torchrun … -m angpt train …` or --slurm; see docs/scaling.md.
 
@@ -72,37 +72,32 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             settings: Every setting can be given here, in a --config file, or by a --preset, in this order.
             preset: Start from laptop (the default; minutes on two CPU cores) or a size of the paper, 32M to 1B.
             config: Start from a TOML file, such as the config.toml of another run, which repeats it.
-            resume: Go on with the run in this folder, exactly as if it had never stopped.
-            out: The new run folder; a name under runs/ that says what it is unless given.
-            slurm: Queue it as a job of a SLURM cluster, over --slurm.nodes machines with --slurm.gpus GPUs each. It
-                goes on by itself after its time limit and after a requeue.
-            cluster: What is asked of SLURM.
+            resume: Continue the run in this folder, exactly as if it had never stopped.
+            out: The new run folder; unless given, a name under runs/ made of architecture, size and seed.
+            slurm: Queue it as a job of a SLURM cluster, on --slurm.nodes machines with --slurm.gpus GPUs each. It
+                continues by itself after its time limit and after a requeue.
+            cluster: Resources of the SLURM job.
         """
         if cluster != SlurmConfig() and not slurm:
-            raise UserError("options --slurm.… are for --slurm; give that as well")
-        if resume is not None:
-            if out is not None:
-                raise UserError("--resume goes on in its own folder; leave out --out")
-            if slurm:
-                queue(settings, resume, cluster)
-            else:
-                run_resumed(resume, settings)
+            raise UserError("options --slurm.… need --slurm; give that as well")
+        if resume is not None and out is not None:
+            raise UserError("--resume continues in its own folder; leave out --out")
+        if resume is None and settings.model.architecture != base.model.architecture:
+            settings = without_rates(settings, base)
+        name = default_name(settings, preset or ("" if config else DEFAULT_PRESET))
+        folder = resume or out or Path("runs") / name
+        if not slurm:
+            run_here(settings, folder, resumed=resume is not None)
+        elif resume is None and folder.exists():
+            raise UserError(f"{folder}: exists; continue with `--resume {folder}` or choose another --out")
         else:
-            if settings.model.architecture != base.model.architecture:
-                settings = without_rates(settings, base)
-            folder = out or Path("runs") / default_name(settings, preset or ("" if config else DEFAULT_PRESET))
-            if slurm:
-                if folder.exists():
-                    raise UserError(f"{folder}: exists; go on with `--resume {folder}` or choose another --out")
-                queue(settings, folder, cluster)
-            else:
-                run_new(settings, folder)
+            queue(settings, folder, cluster)
 
     return train
 
 
 def default_name(config: TrainConfig, base: str) -> str:
-    """angpt-laptop-s0, or angpt-d64-l2-s0 where the dimensions are not the preset's."""
+    """Name of a run: angpt-laptop-s0, or angpt-d64-l2-s0 if the dimensions are not those of the preset."""
     m = config.model
     if base not in PRESETS or PRESETS[base]["model"].items() - dataclasses.asdict(m).items():
         base = f"d{m.d_model}-l{m.n_layers}"
@@ -110,18 +105,18 @@ def default_name(config: TrainConfig, base: str) -> str:
 
 
 def queue(config: TrainConfig, folder: Path, cluster: SlurmConfig) -> None:
-    """Submit a run, new or to be resumed, as one job. Its words go to a folder beside that of the run."""
+    """Submit a run, new or to be resumed, as one job. Its output goes to slurm/NAME next to the run folder."""
     from angpt.slurm import submit
     from angpt.training.plan import make_plan
 
-    make_plan(config, cluster.ranks)  # what can be told before there is a GPU
+    make_plan(config, cluster.ranks)  # finds mistakes before there is a GPU
     logs = folder.parent / "slurm" / folder.name
     number = submit(partial(train_in_job, config, folder.resolve(), cluster.threads), logs, folder.name, cluster)
     print(f"{folder}: queued as job {number}, of {cluster.ranks} processes; it reports to {logs}/{number}_0_log.out")
 
 
 def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
-    """In each process of a job: train; whether the run has ended."""
+    """Train in each process of a job; return True if the run has ended."""
     import torch
     from rich.console import Console
 
@@ -132,33 +127,25 @@ def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
     return start(config, folder, PlainReporter(Console()), again=True).status != "interrupted"
 
 
-def run_new(config: TrainConfig, folder: Path) -> None:
-    from angpt.training.launch import start
-
-    _show(lambda reporter: start(config, folder, reporter), folder)
-
-
-def run_resumed(folder: Path, settings: TrainConfig) -> None:
-    from angpt.training.launch import resume
-
-    _show(lambda reporter: resume(folder, reporter, settings), folder)
-
-
-def _show(call: Callable[[Any], Any], folder: Path) -> None:
+def run_here(config: TrainConfig, folder: Path, resumed: bool) -> None:
+    """Train in this process and print how the run ended, which also decides the exit code."""
     from rich.console import Console
 
+    from angpt.training.launch import resume, start
     from angpt.training.ranks import launched_rank
     from angpt.training.reporter import reporter_for
 
     console = Console()
-    s = call(reporter_for(console))
-    console.quiet = launched_rank() > 0  # rank 0 has said it
+    reporter = reporter_for(console)
+    s = resume(folder, reporter, config) if resumed else start(config, folder, reporter)
+    console.quiet = launched_rank() > 0  # rank 0 prints it
     loss = "none" if s.val_loss is None else f"{s.val_loss:.4f}"
     speed = "" if not s.tokens_per_s else f" at {s.tokens_per_s:,.0f} tokens/s"
+    where = f"step {s.step:,} of {s.steps:,}"
     line = {
         "finished": f"finished: validation loss {loss} after {s.tokens:,} tokens{speed}",
-        "interrupted": f"interrupted after step {s.step:,} of {s.steps:,}; go on with: angpt train --resume {folder}",
-        "diverged": f"diverged at step {s.step:,} of {s.steps:,}: the loss or the gradient is not finite; "
+        "interrupted": f"interrupted after {where}; continue with: angpt train --resume {folder}",
+        "diverged": f"diverged at {where}: the loss or the gradient is not finite; "
         f"last good checkpoint: {s.checkpoint or 'none'}",
     }[s.status]
     console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)

@@ -1,7 +1,7 @@
 """Adam with clipping, decay, the constraint of each parameter, and its low-precision copy.
 
-A parameter may have a copy in low precision, which the model computes with and which then receives the gradient. The
-rows of a matrix may be spread over processes; `Shards` says how.
+A parameter may have a copy in low precision, which the model computes with and which receives the gradient. The rows
+of a matrix may be sharded over processes; see `Shards`.
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from angpt.config import OptimizerConfig
-from angpt.constraints import Constraint, project_, project_columns_
+from angpt.constraints import Constraint, is_matrix, project_, project_columns_
 from angpt.operations import Operation, operation
 
 ALIGNMENT = 16
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter and what its step needs."""
+    """A parameter with its moments, low-precision copy, weight decay and constraint."""
 
     parameter: Tensor
     weight: Tensor
@@ -35,7 +35,7 @@ class ParameterState:
     exp_avg_sq: Tensor
     decay: float
     constraint: Constraint | None
-    """Applied to `weight` in the step; None also where other processes hold parts of the constrained vectors."""
+    """Constraint on vectors that lie in `weight` as a whole."""
 
     @property
     def sharded(self) -> bool:
@@ -44,7 +44,7 @@ class ParameterState:
 
 
 class Shards:
-    """How the rows of matrices are spread over processes: here not at all, one process holds every row."""
+    """How the rows of matrices are sharded over processes. Here: one process holds all rows."""
 
     def local(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor that this process holds; the tensor itself if it is not sharded."""
@@ -59,9 +59,9 @@ UNSHARDED = Shards()
 
 
 class Adam:
-    """Adam on named parameters: matrices decay where the configuration says so, constraints hold after each step.
+    """Adam on named parameters: matrices may decay, and constraints hold after each step.
 
-    Its state is a function of the gradients so far; the number of the step comes from the caller.
+    The caller counts the steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Adam:
         copies = copies or {}
         self.states: list[ParameterState] = []
         self.spread: list[tuple[Tensor, Constraint]] = []
-        """Weights with constrained vectors of which other processes hold a part."""
+        """Weights with constrained vectors whose other entries are on other processes."""
         with torch.no_grad():
             for name, p in parameters.items():
                 weight, constraint = shards.local(p), constraints.get(name)
@@ -85,7 +85,7 @@ class Adam:
                     constraint = None
                 elif constraint is not None:
                     project_(weight, constraint)
-                decay = (config.weight_decay or 0.0) if p.ndim == 2 else 0.0
+                decay = (config.weight_decay or 0.0) if is_matrix(p) else 0.0
                 moments = torch.zeros_like(weight), torch.zeros_like(weight)
                 self.states.append(ParameterState(p, weight, copies.get(p), *moments, decay, constraint))
             self.project_spread()
@@ -93,16 +93,16 @@ class Adam:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the copies up to date with parameters that were set from outside."""
+        """Set the copies to the parameters; call it after parameters were changed by others."""
         for state in self.states:
             if state.copy is not None:
                 state.copy.copy_(state.weight)
 
     @torch.no_grad()
     def step(self, number: int, lr: float, terms: int = 1) -> Tensor:
-        """Take step `number` (from 1) with the gradients at hand, and drop them; return the norm before clipping.
+        """Take step `number` (from 1), drop the gradients, and return their norm before clipping.
 
-        Gradients are sums of `terms` terms, of which the mean counts. Does not wait for the device.
+        Gradients are divided by `terms`, the number of passes that they are sums of. Does not wait for the device.
         """
         gradients = self.gradients()
         norm = self.norm(gradients) / terms
@@ -112,7 +112,7 @@ class Adam:
         return norm
 
     def gradients(self) -> list[Tensor]:
-        """The gradient of each parameter's rows: that of the copy, unless several passes were summed in fp32."""
+        """The gradient of the rows of each parameter: that of its copy, unless passes were summed in fp32."""
         return [self._gradient(state) for state in self.states]
 
     def _gradient(self, state: ParameterState) -> Tensor:
@@ -120,10 +120,10 @@ class Adam:
         if holder.grad is None:
             return torch.zeros_like(self.shards.local(holder))
         g = self.shards.local(holder.grad).contiguous()
-        return g.clone() if g.data_ptr() % ALIGNMENT else g  # a view of a larger buffer may begin anywhere
+        return g.clone() if g.data_ptr() % ALIGNMENT else g  # a view of a larger buffer may not be aligned
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of all gradients together, over all processes."""
+        """The norm of all gradients together, on all processes."""
         pairs = list(zip(self.states, gradients, strict=True))
         square = total_square([g for state, g in pairs if not state.sharded])
         if sharded := [g for state, g in pairs if state.sharded]:
@@ -131,11 +131,11 @@ class Adam:
         return square.sqrt()
 
     def project_spread(self) -> None:
-        """Apply the constraints on vectors of which other processes hold a part."""
+        """Apply the constraints on vectors that are split over processes."""
         project_columns_([w for w, _ in self.spread], [c for _, c in self.spread], self.shards.sum_shards)
 
     def update(self, gradients: Sequence[Tensor], clip: Tensor, number: int, lr: float) -> None:
-        """Step `number` (from 1) with these gradients, multiplied by `clip`."""
+        """Take step `number` (from 1) with these gradients, multiplied by `clip`."""
         c = self.config
         for states, of_states in by_form(adam_, self.states, gradients):
             adam_(states, of_states, clip, lr=lr, betas=(c.beta1, c.beta2), eps=c.eps, step=number)
@@ -143,23 +143,17 @@ class Adam:
 
     @torch.no_grad()
     def compile_kernels(self, gathered: bool) -> None:
-        """Run a step on zeros of each shape, so that no kernel is left to compile in the first real step.
+        """Compile the kernels before the first step, by a step on zeros of each shape.
 
         `gathered`: gradients come in fp32, as a sum over passes.
         """
         shapes = {(s.weight.shape, s.constraint): s for s in self.states if adam_.applies([s])}
         trial = copy.copy(self)
-        trial.spread = []
-        trial.states = [
-            dataclasses.replace(
-                state,
-                weight=torch.zeros_like(state.weight),
-                copy=None if state.copy is None else torch.zeros_like(state.copy),
-                exp_avg=torch.zeros_like(state.exp_avg),
-                exp_avg_sq=torch.zeros_like(state.exp_avg_sq),
-            )
-            for state in shapes.values()
-        ]
+        trial.spread, trial.states = [], []
+        for state in shapes.values():
+            weight, m, v = (torch.zeros_like(state.weight) for _ in range(3))
+            low = None if state.copy is None else torch.zeros_like(state.copy)
+            trial.states.append(dataclasses.replace(state, weight=weight, copy=low, exp_avg=m, exp_avg_sq=v))
         gradients = [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]
         if gradients:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
@@ -178,13 +172,13 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def total_square(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements of any tensors; 0 of none."""
+    """The sum of the squares of all elements; 0 for no tensors."""
     sums = [square_sum(*group) for group in by_form(square_sum, tensors)]
     return functools.reduce(operator.add, sums) if sums else torch.zeros(())
 
 
 def by_form(op: Operation[..., Any], *lists: Sequence[Any]) -> Iterator[list[list[Any]]]:
-    """Split parallel lists into the entries that the fast form of an operation takes, and the others."""
+    """Split parallel lists into the entries that the fast form of an operation can take, and the others."""
     rows = list(zip(*lists, strict=True))
     fast = [op.applies(*([entry] for entry in row)) for row in rows]
     for wanted in (True, False):
@@ -211,29 +205,18 @@ def adam_(
 ) -> None:
     """Take step `step` (from 1) of Adam on many parameters, in place.
 
-    Gradients are multiplied by `clip` (in place where they are fp32). Weight decay is decoupled. The constraint is
-    applied to the result, which is written to the copy as well.
+    Gradients are multiplied by `clip` (in place if they are fp32). Weight decay is decoupled. The constraint is applied
+    to the result, which is also written to the copy.
     """
     scaled = [g.to(s.weight.dtype) for s, g in zip(states, gradients, strict=True)]
     torch._foreach_mul_(scaled, clip)
     number = torch.full((), float(step), device=clip.device)
+    options: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "amsgrad": False, "maximize": False}
     for decay in {s.decay for s in states}:
-        group = [i for i, s in enumerate(states) if s.decay == decay]
-        torch._fused_adamw_(
-            [states[i].weight for i in group],
-            [scaled[i] for i in group],
-            [states[i].exp_avg for i in group],
-            [states[i].exp_avg_sq for i in group],
-            [],
-            [number] * len(group),
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        rows = [(s.weight, g, s.exp_avg, s.exp_avg_sq) for s, g in zip(states, scaled, strict=True) if s.decay == decay]
+        weights, terms, first, second = map(list, zip(*rows, strict=True))
+        steps = [number] * len(rows)
+        torch._fused_adamw_(weights, terms, first, second, [], steps, lr=lr, weight_decay=decay, **options)
     for state in states:
         if state.constraint is not None:
             project_(state.weight, state.constraint)

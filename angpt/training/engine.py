@@ -1,13 +1,11 @@
-"""What computes a training step, fast: the model in low precision, compiled block by block, and its optimizer.
+"""Computes training steps: the model in low precision, compiled block by block, and its optimizer.
 
-Parameters stay in fp32. For bf16 the matrices have copies, which the optimizer writes in the same pass in which it
-updates the parameters: nothing is cast in the forward pass. Gradients of the copies go straight to the optimizer, or,
-where a step takes several passes, are summed in fp32. Vectors (learned scales, γ) are few and are shared.
+Parameters stay in fp32. For bf16 the matrices have copies, which the optimizer writes when it updates the parameters:
+nothing is cast in the forward pass. Gradients of the copies go straight to the optimizer or, if a step takes several
+passes, are summed in fp32. Vectors (learned scales, γ) have no copies.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,15 +24,9 @@ from angpt.operations import kernels_enabled
 from angpt.optim.adam import Adam
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
-# cuDNN's kernels are the fastest on recent GPUs; where they do not apply, the next of the list does.
-BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-
+# The first that applies is used; cuDNN's kernels are the fastest on recent GPUs.
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+attention_backends = partial(sdpa_kernel, BACKENDS, set_priority=True)
 SINGLE_PROCESS = SingleProcess()
 
 
@@ -52,27 +44,26 @@ class Engine:
         strategy: Strategy = SINGLE_PROCESS,
         wide_reduce: bool = False,
     ) -> None:
-        """`recompute`: keep no activations inside blocks. `wide_reduce`: sum gradients over ranks in fp32, also those
-        that are in bf16."""
+        """`recompute`: keep no activations inside blocks. `wide_reduce`: sum bf16 gradients over ranks in fp32."""
         self.model, self.strategy = model, strategy
         self.compute = strategy.prepare(model, dtype, wide_reduce)
         pairs = zip(model.parameters(), self.compute.parameters(), strict=True)
         self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
-        """As they are stored: FSDP exchanges those of the model for gathered ones at times."""
+        """Parameters by name; sharded ones also while FSDP replaces those of the model by gathered ones."""
         self.optimizer = Adam(self.parameters, model.constraints(), config, self.copies, strategy)
         self.passes = 1
         self.recorded: Recorded | None = None
         self.device = next(model.parameters()).device
         on_gpu = self.device.type == "cuda" and kernels_enabled()
         self.recordable = on_gpu and compiled and bool(self.copies) and not recompute and strategy.can_record
-        if recompute:  # on its device by now, which decides how it is compiled
+        if recompute:  # after the model is on its device, which decides how it is compiled
             recompute_blocks(self.compute, compiled)
         if compiled:
             compile_parts(self.compute, blocks=not recompute)
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
-        """The gradient of a batch in passes of `micro_batch` rows, summed over them; the mean loss."""
+        """Compute the gradient of a batch, summed over passes of `micro_batch` rows; return the mean loss."""
         passes, rest = divmod(len(batch.inputs), micro_batch)
         if rest or not passes:
             raise ValueError(f"{len(batch.inputs)} rows are no multiple of a micro-batch of {micro_batch}")
@@ -88,7 +79,7 @@ class Engine:
         return total / passes
 
     def run(self, batch: Batch) -> Tensor:
-        """The loss of one pass. Leaves gradients in `.grad`; consume them before the next call."""
+        """Run one pass and return its loss. Leaves gradients in `.grad`; consume them before the next call."""
         if self.recorded is not None and self.recorded.fits(batch):
             return self.recorded(batch)
         loss = self.compute(*batch)
@@ -96,10 +87,9 @@ class Engine:
         return loss.detach()
 
     def launch_bound(self, batch: Batch) -> bool:
-        """True if launching kernels takes over half of the time of a pass over such a batch: a CUDA graph pays.
+        """True if launching kernels takes over half of the time of a pass over this batch, so that a CUDA graph pays.
 
-        Call after a first pass; gradients are dropped. Never true of batches with document masks, which have not been
-        tried in graphs.
+        Call after a first pass; gradients are dropped. Never true for document masks, which are untested in graphs.
         """
         if not self.recordable or batch.documents is not None:
             return False
@@ -107,28 +97,27 @@ class Engine:
             return launch_bound(lambda: self.run(batch), self.compute)
 
     def record(self, batch: Batch) -> None:
-        """Make a CUDA graph of a pass over such a batch; gradients are dropped."""
+        """Record a pass over a batch of this shape as a CUDA graph; gradients are dropped."""
         try:
             with torch.cuda.device(self.device), attention_backends():
                 self.recorded = Recorded(lambda batch: self.compute(*batch), self.compute, batch)
-        except RuntimeError as error:  # no memory, or something that cannot be recorded: slower, no worse
-            warnings.warn(f"training goes on without a CUDA graph: {error}", stacklevel=2)
+        except RuntimeError as error:  # too little memory, or an operation that cannot be recorded
+            warnings.warn(f"training continues without a CUDA graph: {error}", stacklevel=2)
             self.compute.zero_grad()
             torch.cuda.empty_cache()
 
     def environment(self) -> dict[str, str]:
+        """Entries about CUDA graphs in the summary of a run."""
         return {"cuda_graph": "no" if self.recorded is None else "yes"} if self.device.type == "cuda" else {}
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the gradients of the copies to those of the parameters, where sums do not round in bf16."""
-        fresh = [(p, c) for p, c in self.copies.items() if p.grad is None and c.grad is not None]
-        rest = [(p.grad, c.grad) for p, c in self.copies.items() if p.grad is not None and c.grad is not None]
-        if rest:
-            sums, terms = zip(*rest, strict=True)
-            torch._foreach_add_(sums, terms)
-        for p, c in fresh:
-            p.grad = c.grad.float() if c.grad is not None else None
+        """Add the gradients of the copies to those of the parameters, in fp32."""
+        found = [(p, c.grad) for p, c in self.copies.items() if c.grad is not None]
+        if sums := [(p.grad, g) for p, g in found if p.grad is not None]:
+            torch._foreach_add_(*zip(*sums, strict=True))
+        for p, g in found:
+            p.grad = g.float() if p.grad is None else p.grad
         for c in self.copies.values():
             c.grad = None
 
@@ -139,16 +128,15 @@ class Engine:
             return self.compute(*batch)
 
     def step(self, number: int, lr: float) -> Tensor:
-        """The optimizer step `number` (from 1); the norm of the gradient."""
+        """Take the optimizer step `number` (from 1); return the norm of the gradient."""
         return self.optimizer.step(number, lr, self.passes)
 
     def tensors(self) -> dict[str, Shard]:
-        """What this rank holds of all parameters, and of their moments as `exp_avg/NAME` and `exp_avg_sq/NAME`."""
+        """This rank's shards of all parameters, and of their moments as `exp_avg/NAME` and `exp_avg_sq/NAME`."""
         shards = {name: self.strategy.shard(p) for name, p in self.parameters.items()}
-        states = dict(zip(shards, self.optimizer.states, strict=True))
-        first = {f"exp_avg/{name}": shards[name].with_rows(state.exp_avg) for name, state in states.items()}
-        second = {f"exp_avg_sq/{name}": shards[name].with_rows(state.exp_avg_sq) for name, state in states.items()}
-        return shards | first | second
+        states = list(zip(shards.items(), self.optimizer.states, strict=True))
+        first = {f"exp_avg/{name}": shard.with_rows(state.exp_avg) for (name, shard), state in states}
+        return shards | first | {f"exp_avg_sq/{name}": shard.with_rows(s.exp_avg_sq) for (name, shard), s in states}
 
     def first_moments(self) -> dict[str, Shard]:
         """Adam's first moment of each matrix, by the name of the matrix."""
@@ -159,7 +147,7 @@ class Engine:
 def recompute_blocks(model: Decoder, compiled: bool) -> None:
     """Keep only the input of each block, and compute the rest again in the backward pass.
 
-    `checkpoint` is outermost: the compiler does not look into it from outside.
+    Blocks are compiled inside `checkpoint`, because the compiler does not look into it.
     """
     for block in model.blocks:
         forward = torch.compile(block.forward, **compiler_options(model)) if compiled else block.forward
@@ -167,8 +155,10 @@ def recompute_blocks(model: Decoder, compiled: bool) -> None:
 
 
 def compile_parts(model: Decoder, blocks: bool) -> None:
-    """Compile the block, once for all layers, and the norm before the head where there is one: ready in a fraction of
-    the time that the whole takes. Embedding and head are a product each, and stay as they are."""
+    """Compile one block for all layers, and the norm before the head, which is faster than compiling the whole model.
+
+    Embedding and head are one product each, and are not compiled.
+    """
     options = compiler_options(model)
     for part in (*(model.blocks if blocks else ()), *model.children()):
         if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
@@ -176,15 +166,9 @@ def compile_parts(model: Decoder, blocks: bool) -> None:
 
 
 def compiler_options(model: Decoder) -> dict[str, Any]:
-    options: dict[str, Any] = {"dynamic": False}
-    if next(model.parameters()).is_cuda and kernels_enabled():
-        from angpt.fast import fusion
+    """Arguments of torch.compile: fixed shapes and, on a GPU, the compiler passes of `angpt.fast`."""
+    if not (next(model.parameters()).is_cuda and kernels_enabled()):
+        return {"dynamic": False}
+    from angpt.fast import fusion
 
-        options["options"] = fusion.OPTIONS
-    return options
-
-
-@contextmanager
-def attention_backends() -> Iterator[None]:
-    with sdpa_kernel(BACKENDS, set_priority=True):
-        yield
+    return {"dynamic": False, "options": fusion.OPTIONS}

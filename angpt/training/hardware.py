@@ -1,8 +1,9 @@
-"""The device: which one, the rate of a large matrix product on it, and the memory in use."""
+"""The device: its choice, the measured rates of matrix products and copies on it, and the memory in use."""
 
 import resource
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,12 +13,12 @@ from angpt.errors import UserError
 
 
 def choose_device(name: Device) -> torch.device:
-    """By its name; it need not be here."""
+    """The device of this name, which need not be present."""
     return torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def present(device: torch.device) -> torch.device:
-    """The device, if it is here."""
+    """The device itself; an error if it is not present."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
     return device
@@ -29,15 +30,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     n = 8192 if device.type == "cuda" else 512  # larger ones are no faster on a core, and cost every run a second
     rng = torch.Generator(device).manual_seed(0)  # the global one belongs to the run
     a, b = (torch.randn(n, n, device=device, generator=rng).to(dtype) for _ in range(2))
-    best = float("inf")
-    for attempt in range(6):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(4):
-            a @ b
-        synchronize(device)
-        if attempt:  # the first warms up
-            best = min(best, (time.perf_counter() - start) / 4)
+    best = _best_seconds(lambda: [a @ b for _ in range(4)], device) / 4
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the run's own peak is what counts
     return 2 * n**3 / best
@@ -45,21 +38,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @cache
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second of a large copy on this device, read and written, measured."""
+    """Bytes per second, read and written, of a large copy on this device, measured."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best = float("inf")
+    return 2 * size / _best_seconds(lambda: target.copy_(source), device)
+
+
+def _best_seconds(act: Callable[[], object], device: torch.device) -> float:
+    seconds = []
     for _ in range(6):
         synchronize(device)
         start = time.perf_counter()
-        target.copy_(source)
+        act()
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size / best
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])  # the first warms up
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,5 +1,4 @@
-"""A run from its configuration to the training loop: the processes it is on, its folder and its data, all that would
-stop it found before anything is written."""
+"""Starts and resumes runs: connects the processes, and checks settings and data before anything is written."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -23,41 +22,36 @@ from angpt.training.sinks import check_sinks
 from angpt.training.strategy import Strategy, choose_strategy
 from angpt.training.trainer import Trainer
 
+Data = tuple[TokenData, TokenData]
+"""Training and validation tokens."""
+
 
 def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
     """Train a new run into the folder `out`.
 
-    `again`: or go on with the run that is there. A launcher that starts its processes again, after one was lost, means
-    that too.
+    `again`: if the folder exists, continue its run. So do processes that their launcher has restarted.
     """
     with launched(config) as (plan, data, strategy):
         if (again or restarted()) and strategy.share(out.exists):
-            return go_on(config, plan, data, Run.open(out), reporter, strategy)
+            return proceed(config, plan, data, Run.open(out), reporter, strategy)
         run = strategy.share(lambda: Run.create(out, plan.config))
         with opened(run, reporter, strategy) as reporter:
             return Trainer(plan, run, *data, reporter, strategy).train()
 
 
 def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> Summary:
-    """Go on with a run where its last good checkpoint left it; a run that has ended is left as it is.
+    """Continue a run from its last good checkpoint; a run that has ended stays as it is.
 
-    `config`: with other settings than before, as far as `config.RESUME_SETTINGS` allows it.
+    `config`: settings that replace those of the run, as far as `config.RESUME_SETTINGS` allows.
     """
     run = Run.open(out)
     config = config or run.config()
     with launched(config) as (plan, data, strategy):
-        return go_on(config, plan, data, run, reporter, strategy)
+        return proceed(config, plan, data, run, reporter, strategy)
 
 
-def go_on(
-    config: TrainConfig,
-    plan: Plan,
-    data: tuple[TokenData, TokenData],
-    run: Run,
-    reporter: Reporter,
-    strategy: Strategy,
-) -> Summary:
-    """Resume a run on the processes of this launch."""
+def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Reporter, strategy: Strategy) -> Summary:
+    """Continue a run on the processes of this launch."""
     check_same(run.config(), plan.config, run.path)
     with opened(run, reporter, strategy) as reporter:
         summary = strategy.share(run.summary)
@@ -66,14 +60,14 @@ def go_on(
         trainer = Trainer(plan, run, *data, reporter, strategy)
         if (path := strategy.share(lambda: checkpoint.newest(run.checkpoints))) is not None:
             trainer.load(path)
-        if strategy.main:  # as given, not as several processes share it
+        if strategy.main:  # the micro-batch as given, not reduced to a divisor of this rank's share
             run.write_config(dataclasses.replace(plan.config, micro_batch=config.micro_batch or plan.micro_batch))
         return trainer.train()
 
 
 @contextmanager
-def launched(config: TrainConfig) -> Iterator[tuple[Plan, tuple[TokenData, TokenData], Strategy]]:
-    """The plan and the data of a run, and the strategy for the processes that the launcher has started."""
+def launched(config: TrainConfig) -> Iterator[tuple[Plan, Data, Strategy]]:
+    """The plan, the data and the strategy of a run, for the processes of this launch."""
     plan = make_plan(config, launched_ranks())
     data = check(plan)
     strategy = choose_strategy(plan.device, config.parallel, config.shard_ranks, config.timeout)
@@ -83,24 +77,24 @@ def launched(config: TrainConfig) -> Iterator[tuple[Plan, tuple[TokenData, Token
 
 @contextmanager
 def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporter]:
-    """Rank 0 holds the lock of the run and reports to the user; other ranks print to logs of their own."""
+    """Rank 0 holds the lock of the run and reports to the user; other ranks write to their logs."""
     with run.lock() if strategy.main else log_to(run.logs / f"rank-{strategy.rank:05d}.log"):
         yield reporter if strategy.main else PlainReporter(Console())
 
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
-    """A run goes on only as it was begun: another budget, say, means another schedule, and so another run."""
+    """Raise an error if settings differ that would change the numbers of a run."""
     if not (changed := differences(stored, wanted, RESUME_SETTINGS)):
         return
-    why = " (another budget has another schedule from the first step on)" if stored.tokens != wanted.tokens else ""
+    why = " (another budget changes the learning rate of every step)" if stored.tokens != wanted.tokens else ""
     raise UserError(
-        f"{folder}: a run is resumed as it was begun, but {', '.join(changed)} is changed{why}; "
+        f"{folder}: a run cannot be resumed with other values of {', '.join(changed)}{why}; "
         f"start a new run with --config {folder / 'config.toml'} and the change"
     )
 
 
-def check(plan: Plan) -> tuple[TokenData, TokenData]:
-    """Find what would stop the run before anything is written; return its training and validation tokens."""
+def check(plan: Plan) -> Data:
+    """Raise the errors that would stop the run later; return its training and validation tokens."""
     present(plan.device)
     train, val = open_data(plan)
     for data in (train, val):
@@ -111,7 +105,7 @@ def check(plan: Plan) -> tuple[TokenData, TokenData]:
     return train, val
 
 
-def open_data(plan: Plan) -> tuple[TokenData, TokenData]:
+def open_data(plan: Plan) -> Data:
     """Training and validation tokens, checked against the model's vocabulary."""
     path, vocab = plan.config.data.path, plan.config.model.vocab_size
     splits = TokenData.open(path, "train"), TokenData.open(path, "val")

@@ -1,4 +1,4 @@
-"""Scalars of each layer, recorded through training: input norms, learned scales, lengths of weight rows."""
+"""Scalars of each layer, recorded during training: input norms, learned scales, lengths of weight rows."""
 
 from typing import Any
 
@@ -12,9 +12,12 @@ from angpt.training.strategy import Strategy
 
 @torch.no_grad()
 def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[str, Any]:
-    """`input_norm`: mean length of the residual stream as it enters each layer, and after the last. For each learned
-    scale its mean (and for α, whose entries may have either sign, the mean of their size as well), for each matrix the
-    mean length of its rows, for each γ its length; a list over layers, or a number for what the model has once."""
+    """Scalars by name: a list over layers, or a number for what the model has once.
+
+    `input_norm`: mean length of the residual stream before each layer and after the last. For each learned scale its
+    mean (for α, whose entries may have either sign, also their mean size), for each matrix the mean length of its rows,
+    for each γ its length.
+    """
     lengths = model.input_lengths(tokens)
     rows: dict[str, list[Tensor]] = {}
     for block in model.blocks:
@@ -24,11 +27,8 @@ def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[st
             if isinstance(part, LearnedScale) and name.startswith("alpha"):
                 rows.setdefault(f"{name}_size", []).append(part().abs().mean())
     single = {name: value for name, part in model.named_children() if (value := _scalar(part, strategy)) is not None}
-    return {
-        "input_norm": lengths.tolist(),
-        **{name: torch.stack(values).tolist() for name, values in rows.items()},
-        **{name: value.item() for name, value in single.items()},
-    }
+    layers = {"input_norm": lengths} | {name: torch.stack(values) for name, values in rows.items()}
+    return {name: value.tolist() for name, value in (layers | single).items()}
 
 
 def _scalar(part: torch.nn.Module, strategy: Strategy) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""From a configuration with gaps to one without: budget, batch, learning rate, device. All pure functions."""
+"""Resolves a configuration: budget, batch, learning rate, device. All pure functions."""
 
 import dataclasses
 import math
@@ -19,8 +19,8 @@ T = TypeVar("T")
 ANCHOR = 32e6
 """Number of parameters at which the rules state their learning rate and batch size."""
 
-# Tokens of one forward pass unless the user says otherwise: enough to fill the device, little enough to fit on it.
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
+"""Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class Rule:
 
     lr: float
     lr_exponents: tuple[float, ...]
-    """Below and above the anchor."""
+    """Exponents below and above the anchor."""
     batch_tokens: int
     batch_exponent: float
     weight_decay: float
     warmup: float
 
     def lr_at(self, parameters: int) -> float:
-        """Rounded to two digits: more would pretend to know more."""
+        """Peak learning rate, rounded to two digits, the precision of the rule."""
         exponent = self.lr_exponents[parameters > ANCHOR]
         return float(f"{self.lr * (parameters / ANCHOR) ** exponent:.2g}")
 
     def batch_at(self, parameters: int, context: int) -> int:
-        """Rounded to a power of two sequences."""
+        """Tokens per step, rounded to a power of two sequences."""
         tokens = self.batch_tokens * (parameters / ANCHOR) ** self.batch_exponent
         return context * 2 ** max(0, round(math.log2(tokens / context)))
 
@@ -54,26 +54,27 @@ def rules() -> dict[str, Rule]:
 
 
 def rule_for(name: str) -> Rule:
-    """The rule of an architecture, or of the one that it is a variant of."""
+    """The rule of an architecture; that of its base for a variant."""
     return rules()[name.partition("/")[0]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run without open questions: a configuration without gaps, and what follows from it on so many processes."""
+    """A resolved configuration, and what follows from it on a number of processes."""
 
     config: TrainConfig
-    """Can be written down and gives the same plan again."""
+    """Configuration without open settings; it gives the same plan again."""
     ranks: int
+    """Number of processes."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         return count(self.config.model)[0]
 
     @property
     def flops_per_token(self) -> int:
-        """FLOPs of training for each token."""
+        """Training FLOPs per token."""
         return count(self.config.model)[1]
 
     @property
@@ -113,7 +114,7 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where the run computes."""
+        """Device of the run."""
         return torch.device(self.config.device)
 
     @property
@@ -127,7 +128,7 @@ class Plan:
         return self.config.compile == "on"
 
     def due(self, every: int | None, step: int) -> bool:
-        """True if something that happens every so many steps (0: never), and after the last, is due after `step`."""
+        """True if `step` is a multiple of `every` or the last step; never if `every` is 0."""
         return given(every) > 0 and (step == self.steps or step % given(every) == 0)
 
     def lr(self, step: int) -> float:
@@ -135,30 +136,28 @@ class Plan:
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        final = self.config.optimizer.final_lr
+        final, cosine = self.config.optimizer.final_lr, (1 + math.cos(math.pi * progress)) / 2
         return self.peak_lr * (final + (1 - final) * cosine)
 
 
 def given(value: T | None) -> T:
-    """A setting of a configuration without gaps."""
+    """A setting of a resolved configuration, where it is not None."""
     assert value is not None
     return value
 
 
 @cache
 def count(cfg: ModelConfig) -> tuple[int, int]:
-    """Parameters of a model, and its FLOPs for each token of training."""
+    """Number of parameters of a model, and its training FLOPs per token."""
     with torch.device("meta"):
         model = build(cfg)
     return model.parameter_count(), model.flops_per_token()
 
 
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
-    """Fill in what the configuration leaves open, for a run on so many devices."""
-    device = choose_device(cfg.device)
-    parameters, _ = count(cfg.model)
-    rule, optimizer, context = rule_for(cfg.model.architecture), cfg.optimizer, cfg.model.context
+    """Resolve the settings that are open, for a run on a number of processes."""
+    device, (parameters, _), context = choose_device(cfg.device), count(cfg.model), cfg.model.context
+    rule, optimizer = rule_for(cfg.model.architecture), cfg.optimizer
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
     if batch_tokens % context:
         raise UserError(f"batch_tokens = {batch_tokens:,} is no multiple of model.context = {context:,}")
@@ -169,9 +168,9 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
             f"set batch_tokens to a multiple of {ranks * context:,}, or start another number of processes"
         )
     share = sequences // ranks
-    micro_batch = cfg.micro_batch or _largest_divisor(share, at_most=max(1, MICRO_TOKENS[device.type] // context))
-    if ranks > 1:
-        micro_batch = _largest_divisor(share, at_most=micro_batch)
+    micro_batch = cfg.micro_batch or max(1, MICRO_TOKENS[device.type] // context)
+    if ranks > 1 or not cfg.micro_batch:
+        micro_batch = max(d for d in range(1, min(share, micro_batch) + 1) if share % d == 0)
     if share % micro_batch:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     budget = parse_budget(cfg.tokens, parameters)
@@ -199,7 +198,3 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
 
 def _auto(choice: str, device: torch.device, on_gpu: str, on_cpu: str) -> Any:
     return choice if choice != "auto" else on_gpu if device.type == "cuda" else on_cpu
-
-
-def _largest_divisor(n: int, at_most: int) -> int:
-    return max(d for d in range(1, min(n, at_most) + 1) if n % d == 0)

@@ -1,4 +1,4 @@
-"""The ranks of a launch: what the launcher says of them in the environment, and how they find each other."""
+"""The ranks of a launch: their numbers, which the launcher sets in the environment, and how they connect."""
 
 import os
 import re
@@ -12,45 +12,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from angpt.errors import UserError
 from angpt.training.watchdog import listed
 
 MARGIN_SECONDS = 60.0
-"""Time by which a collective outlives the watchdog, whose message says more than the collective's."""
+"""How much longer collectives wait than the watchdog, whose message says more."""
 
 
 def launched_ranks() -> int:
-    """The number of processes that the launcher has started for this run; 1 without a launcher."""
-    if "RANK" not in os.environ:
-        return 1
-    try:
-        return int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
-        raise UserError("RANK is set, but WORLD_SIZE is no number; start with torchrun, or unset RANK") from error
+    """The number of processes of this launch; 1 without a launcher."""
+    return _number("WORLD_SIZE") if "RANK" in os.environ else 1
 
 
 def launched_rank() -> int:
     """The rank of this process; 0 without a launcher."""
+    return _number("RANK") if "RANK" in os.environ else 0
+
+
+def _number(name: str) -> int:
     try:
-        return int(os.environ.get("RANK", "0"))
+        return int(os.environ.get(name, ""))
     except ValueError as error:
-        raise UserError(f"RANK = {os.environ['RANK']!r} is no number; start with torchrun, or unset it") from error
+        value = os.environ.get(name)
+        raise UserError(
+            f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset it"
+        ) from error
 
 
 def restarted() -> bool:
-    """True in a further attempt: torchrun has started all ranks again, or SLURM has requeued the job."""
-    return any(
-        os.environ.get(name, "0") not in ("", "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    )
+    """True if torchrun has restarted the ranks, or SLURM has requeued the job."""
+    counts = (os.environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    return any(count not in ("", "0") for count in counts)
 
 
 def join(device: torch.device, timeout: float) -> Any:
-    """Connect this process with all others of the launch; return a store that only this attempt uses."""
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
-
+    """Connect this process with the others of the launch; return a store that only this attempt uses."""
     rank, size = launched_rank(), launched_ranks()
     if device.type == "cuda":
         here = int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,7 +72,7 @@ def join(device: torch.device, timeout: float) -> Any:
             timeout=wait,
             device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
         )
-    except (RuntimeError, KeyError, ValueError) as error:  # KeyError: a variable of the environment is missing
+    except (RuntimeError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank}: the other ranks were not found at {where} ({error}); start them with torchrun"
@@ -81,11 +81,10 @@ def join(device: torch.device, timeout: float) -> Any:
 
 
 def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
-    """A name for this attempt that all ranks know and no earlier attempt had.
+    """A name for this attempt that all ranks agree on and no earlier attempt had.
 
-    torchrun keeps its store when it starts ranks again, with what those of the last attempt have written: among other
-    things addresses at which nobody listens any more. So every rank asks under a name of its own until rank 0 has
-    answered that one.
+    torchrun keeps its store when it restarts ranks, with what earlier attempts wrote, such as addresses that are gone.
+    So every rank asks under a random name until rank 0 has answered exactly that name.
     """
     name = uuid.uuid4().hex
     if rank > 0:
@@ -102,13 +101,13 @@ def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
             elif store.check([f"ask/{other}"]):
                 store.set(f"answer/{store.get(f'ask/{other}').decode()}", name)
         if time.monotonic() > deadline:
-            raise UserError(f"rank {listed(sorted(waiting))} did not come within {timeout:.0f} s")
+            raise UserError(f"rank {listed(sorted(waiting))} did not connect within {timeout:.0f} s")
         time.sleep(0.01)
     return name
 
 
 def lost_rank(error: BaseException | None) -> str | None:
-    """What an error of the network says, without its place in the source; None for any other error."""
+    """The message of a network error without its position in the source; None for other errors."""
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket", "TCPStore")
     if not isinstance(error, RuntimeError) or not any(word in str(error) for word in words):
         return None
@@ -117,7 +116,7 @@ def lost_rank(error: BaseException | None) -> str | None:
 
 @contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Append what this process prints to a file."""
+    """Append the output of this process, also that of libraries, to a file."""
     path.parent.mkdir(exist_ok=True)
     before = [os.dup(number) for number in (1, 2)]
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

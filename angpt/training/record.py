@@ -1,7 +1,8 @@
-"""What a run has recorded: a typed reader of a run folder, complete or under way."""
+"""A typed reader of a run folder, also while the run is running."""
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +13,12 @@ from angpt.errors import UserError
 from angpt.training.run import Run, Summary
 
 TAIL_BYTES = 65_536
+"""How much of the end of metrics.jsonl `newest_values` reads."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss on the validation split at one time."""
+    """The loss on the validation split after a number of tokens."""
 
     tokens: int
     seconds: float
@@ -26,15 +28,15 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder: configuration, how it ended, and what metrics.jsonl holds, which is read on first use.
+    """A run: configuration, summary and the records of metrics.jsonl, which is read on first use.
 
-    Records with a value that was not finite, which is null in the file, are left out.
+    Records with a value that is not finite (null in the file) are left out.
     """
 
     path: Path
     config: TrainConfig
     summary: Summary | None
-    """None while the run is under way, or if it was killed."""
+    """None while the run is running, or if it was killed."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -43,40 +45,35 @@ class RunRecord:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the run folder."""
         return self.path.resolve().name
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
+        """All evaluations, in order."""
         return self._metrics[0]
 
     @property
     def layers(self) -> tuple[dict[str, Any], ...]:
-        """Values of each layer (input norm, α, row norms) at several times."""
+        """Records of each layer: input norm, α, row norms."""
         return self._metrics[1]
 
     @property
     def moments(self) -> tuple[dict[str, Any], ...]:
-        """Variances of Adam's first moment at several times, of a run with `record_moments`."""
+        """Variances of Adam's first moment, of a run with `record_moments`."""
         return self._metrics[2]
 
     @cached_property
     def _metrics(self) -> tuple[tuple[Evaluation, ...], tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
         run = Run(self.path)
-        evaluations, of_kind = [], dict[str, list[dict[str, Any]]](layers=[], moments=[])
         try:
-            for record in run.records():
-                if _has_null(record):
-                    continue
-                if record["kind"] == "val":
-                    evaluations.append(Evaluation(record["tokens"], record["seconds"], record["val_loss"]))
-                elif record["kind"] in of_kind:
-                    if not {"step", "tokens"} <= record.keys():
-                        raise KeyError("step or tokens")
-                    of_kind[record["kind"]].append(record)
+            records = [record for record in run.records() if not _has_null(record)]
+            val, layers, moments = (tuple(r for r in records if r["kind"] == k) for k in ("val", "layers", "moments"))
+            if not all({"step", "tokens"} <= record.keys() for record in (*layers, *moments)):
+                raise KeyError("step or tokens")
+            return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in val), layers, moments
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
-        return tuple(evaluations), tuple(of_kind["layers"]), tuple(of_kind["moments"])
 
 
 def newest_values(folder: Path) -> dict[str, Any]:
@@ -89,10 +86,8 @@ def newest_values(folder: Path) -> dict[str, Any]:
         lines = file.read().split(b"\n")
     merged: dict[str, Any] = {}
     for line in lines[:-1]:
-        try:
+        with suppress(ValueError):  # the first may begin in the middle
             merged |= json.loads(line)
-        except ValueError:  # the first may begin in the middle
-            continue
     return merged
 
 

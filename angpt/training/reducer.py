@@ -1,16 +1,13 @@
-"""Averages gradients over ranks in buckets, while the backward pass goes on."""
+"""Averages gradients over ranks in buckets during the backward pass."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed import Work
-
 BUCKET_BYTES = 25 * 2**20
-"""Size of an all-reduce message: enough to use the links well, little enough to start early."""
+"""Size of an all-reduce message: large enough to use the links well, small enough to start early."""
 
 
 class GradientReducer:
@@ -19,17 +16,17 @@ class GradientReducer:
     def __init__(
         self, parameters: Iterable[nn.Parameter], masters: Mapping[Tensor, Tensor], size: int, wide: bool
     ) -> None:
-        """`masters`: the fp32 parameter of each low-precision copy; it receives the copy's gradient where several
-        passes are summed, and always with `wide`."""
+        """`masters`: the fp32 parameter of each low-precision copy. It receives the copy's gradient if several passes
+        are summed, and always if `wide`."""
         self.masters, self.size, self.wide = masters, size, wide
         self.waiting: dict[torch.dtype, list[Tensor]] = {}
-        self.sent: list[tuple[Work, Tensor, list[Tensor]]] = []
+        self.sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         self.active = self.summing = False
         for p in parameters:
             p.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def begin_pass(self, last: bool, passes: int) -> None:
-        """Call before each backward pass: gradients are reduced in the last one of a step."""
+        """Call before each backward pass; gradients are averaged in the last one of a step."""
         self.active, self.summing = last, passes > 1
 
     def _ready(self, parameter: Tensor) -> None:
@@ -47,8 +44,6 @@ class GradientReducer:
             self._send(gradient.dtype)
 
     def _send(self, dtype: torch.dtype) -> None:
-        import torch.distributed as dist
-
         bucket = self.waiting.pop(dtype)
         flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
         work = dist.all_reduce(flat, async_op=True)
@@ -56,7 +51,7 @@ class GradientReducer:
         self.sent.append((work, flat, bucket))
 
     def finish(self) -> None:
-        """Call after the last pass: send what is left, and wait for all buckets."""
+        """Call after the last pass: send the remaining gradients, and wait for all."""
         for dtype in list(self.waiting):
             self._send(dtype)
         for work, flat, bucket in self.sent:

@@ -1,7 +1,6 @@
-"""What a person sees of a run under way: a live line in a terminal, plain lines elsewhere."""
+"""What a person sees of a running run: a progress bar in a terminal, plain lines elsewhere."""
 
 import time
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -9,32 +8,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from angpt.training.plan import Plan
 
 
-class Reporter(Protocol):
-    """Is told how a run gets on."""
-
-    def start(self, plan: Plan, step: int) -> None: ...
-    def train(self, step: int, loss: float, tokens_per_s: float) -> None: ...
-    def validation(self, step: int, loss: float) -> None: ...
-    def stop(self) -> None: ...
-
-
-class Quiet:
-    """For a run that somebody else watches."""
+class Reporter:
+    """Shows the progress of a run."""
 
     def start(self, plan: Plan, step: int) -> None:
-        pass
+        """The run starts after `step` steps."""
 
     def train(self, step: int, loss: float, tokens_per_s: float) -> None:
-        pass
+        """The training loss of a step is known."""
 
     def validation(self, step: int, loss: float) -> None:
-        pass
+        """The model was evaluated after a step."""
 
     def stop(self) -> None:
-        pass
+        """The run has ended."""
 
 
-class TerminalReporter:
+class Quiet(Reporter):
+    """Shows nothing."""
+
+
+class TerminalReporter(Reporter):
     """A progress bar with losses, speed and the time left."""
 
     def __init__(self, console: Console) -> None:
@@ -46,7 +40,7 @@ class TerminalReporter:
             TimeRemainingColumn(),
             console=console,
         )
-        self.loss = self.val = self.speed = ""
+        self.figures = dict.fromkeys(("loss", "val", "speed"), "")
 
     def start(self, plan: Plan, step: int) -> None:
         self.progress.start()
@@ -54,23 +48,21 @@ class TerminalReporter:
         self.task = self.progress.add_task(name, total=plan.steps, completed=step, figures="starting")
 
     def train(self, step: int, loss: float, tokens_per_s: float) -> None:
-        self.loss, self.speed = f"loss {loss:.3f}", f"{tokens_per_s / 1e3:,.1f}k tok/s"
-        self._show(step)
+        self._show(step, loss=f"loss {loss:.3f}", speed=f"{tokens_per_s / 1e3:,.1f}k tok/s")
 
     def validation(self, step: int, loss: float) -> None:
-        self.val = f"val {loss:.4f}"
-        self._show(step)
+        self._show(step, val=f"val {loss:.4f}")
 
     def stop(self) -> None:
         self.progress.stop()
 
-    def _show(self, step: int) -> None:
-        figures = "  ".join(part for part in (self.loss, self.val, self.speed) if part)
-        self.progress.update(self.task, completed=step, figures=figures)
+    def _show(self, step: int, **figures: str) -> None:
+        self.figures |= figures
+        self.progress.update(self.task, completed=step, figures="  ".join(filter(None, self.figures.values())))
 
 
-class PlainReporter:
-    """A line now and then, for logs."""
+class PlainReporter(Reporter):
+    """A line every ten seconds and for every evaluation, for logs."""
 
     SECONDS = 10.0
 
@@ -94,12 +86,10 @@ class PlainReporter:
     def validation(self, step: int, loss: float) -> None:
         self._print(f"step {step:,}/{self.steps:,}  validation loss {loss:.4f}")
 
-    def stop(self) -> None:
-        pass
-
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def reporter_for(console: Console) -> Reporter:
+    """A progress bar if the console is a terminal, lines otherwise."""
     return TerminalReporter(console) if console.is_terminal else PlainReporter(console)

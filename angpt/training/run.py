@@ -2,9 +2,8 @@
 
 import fcntl
 import json
-import math
-import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 from angpt.config import TrainConfig, from_dict, read_toml, to_toml
 from angpt.errors import UserError
-from angpt.system import write_atomically
+from angpt.system import new_folder, write_atomically
 from angpt.version import __version__
 
 Status = Literal["finished", "interrupted", "diverged"]
@@ -25,7 +24,7 @@ Status = Literal["finished", "interrupted", "diverged"]
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended, and on what it ran."""
+    """How a run ended, its speed, and where it ran."""
 
     status: Status
     step: int
@@ -33,14 +32,14 @@ class Summary:
     steps: int
     tokens: int
     val_loss: float | None
-    """Of the last evaluation."""
+    """Loss of the last evaluation."""
     seconds: float
     """Time spent in training steps, without compiling, evaluation and saving."""
     compile_seconds: float
-    """Before the first step of the last process."""
+    """Time spent compiling, in the last process of the run."""
     tokens_per_s: float | None
     peak_memory_gib: float | None
-    """On the device; on the CPU, of the process."""
+    """Largest memory allocated on the GPU; on the CPU, that of the process."""
     parameters: int
     flops_per_token: int
     checkpoint: str | None
@@ -61,7 +60,7 @@ class Run:
 
     @property
     def logs(self) -> Path:
-        """What ranks other than 0 have said."""
+        """Folder with the output of ranks other than 0."""
         return self.path / "logs"
 
     @property
@@ -70,13 +69,11 @@ class Run:
 
     @classmethod
     def create(cls, path: Path, config: TrainConfig) -> Self:
-        """A new folder with its configuration; one that exists is left as it is."""
+        """Make a new run folder with its configuration; an error if it exists."""
         if path.exists():
-            raise UserError(f"{path}: exists; go on with `--resume {path}` or choose another --out")
-        part = path.with_name(f".{path.name}.part")  # a folder with the name of a run always has its configuration
-        part.mkdir(parents=True, exist_ok=True)
-        write_atomically(part / "config.toml", to_toml(config))
-        part.rename(path)
+            raise UserError(f"{path}: exists; continue with `--resume {path}` or choose another --out")
+        with new_folder(path) as part:
+            (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
         return cls(path)
 
     @classmethod
@@ -89,25 +86,25 @@ class Run:
         return read_toml(TrainConfig, self.path / "config.toml")
 
     def write_config(self, config: TrainConfig) -> None:
-        """Replace the configuration, where it differs."""
+        """Replace the configuration if it differs."""
         if config != self.config():
             write_atomically(self.path / "config.toml", to_toml(config))
 
     def summary(self) -> Summary | None:
-        """How the run ended; None while it is under way, or if it was killed."""
+        """How the run ended; None while it is running, or if it was killed."""
         path = self.path / "summary.json"
         if not path.exists():
             return None
         try:
             return from_dict(Summary, json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it and go on with --resume") from error
+            raise UserError(f"{path}: cannot be read ({error}); remove it and continue with --resume") from error
 
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n")
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What metrics.jsonl holds; a last line that a killed process left half-written is passed over."""
+        """The records of metrics.jsonl; a last line that a killed process left incomplete is skipped."""
         if not self.metrics.exists():
             return
         with self.metrics.open(encoding="utf-8") as file:
@@ -117,16 +114,16 @@ class Run:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held while a process trains; gone with the process, however it ends."""
+        """Hold the lock of the folder in a `with` block; it is released however the process ends."""
         with (self.path / ".lock").open("w") as file:
             if not _take(file, fcntl.LOCK_EX):
-                time.sleep(0.1)  # it may have been a glance of `busy`
+                time.sleep(0.1)  # `busy` holds it for a moment
                 if not _take(file, fcntl.LOCK_EX):
                     raise UserError(f"{self.path}: another process is training here")
             yield
 
     def busy(self) -> bool:
-        """Whether a process trains here."""
+        """True if a process trains in this folder."""
         try:
             with (self.path / ".lock").open("r") as file:
                 return not _take(file, fcntl.LOCK_SH)
@@ -135,7 +132,7 @@ class Run:
 
 
 def _take(file: IO[str], kind: int) -> bool:
-    """Whether the lock was to be had, until the file is closed."""
+    """Try to lock a file until it is closed; True if that succeeded."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError:
@@ -143,59 +140,8 @@ def _take(file: IO[str], kind: int) -> bool:
     return True
 
 
-class MetricsWriter:
-    """Appends records to metrics.jsonl, from a given length on: what is behind it is cut off."""
-
-    def __init__(self, path: Path, length: int) -> None:
-        if (path.stat().st_size if path.exists() else 0) < length:
-            raise UserError(f"{path}: is shorter than the last checkpoint says; bring it back, or start a new run")
-        self.file = path.open("ab")
-        self.file.truncate(length)
-        self.file.seek(0, os.SEEK_END)
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
-
-    def sync(self) -> int:
-        """Bring everything to the disk; the length of the file."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return self.file.tell()
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class NoMetrics:
-    """For the ranks that write none."""
-
-    def write(self, record: dict[str, Any]) -> None:
-        pass
-
-    def sync(self) -> int:
-        return 0
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: null stands for them."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list) else value
-
-
 def environment(device: torch.device) -> dict[str, str]:
-    """Versions, commit and hardware, as far as they can be told."""
+    """Versions, commit and hardware."""
     found = {
         "angpt": __version__,
         "python": platform.python_version(),
@@ -213,15 +159,12 @@ def environment(device: torch.device) -> dict[str, str]:
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = re.search(r"^model name\s*:(.*)", info.read_text(errors="replace") if info.exists() else "", re.MULTILINE)
+    return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
-    """The commit of the source that runs, with a + where it was changed since."""
+    """The git commit of this source, with a + if it was changed since; None outside a repository."""
     here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None

@@ -1,24 +1,66 @@
-"""Copies of the metrics for tools that people already watch. metrics.jsonl stays the record."""
+"""Where the records of a run go: metrics.jsonl, and copies for TensorBoard and Weights & Biases."""
 
 import hashlib
 import importlib.util
+import json
+import math
+import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
 
 
-class Sink(Protocol):
-    def write(self, record: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+class Sink:
+    """Receives the records of a run. This one ignores them, for ranks other than 0."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+
+    def flush(self) -> None:
+        """Make the records visible to other processes."""
+
+    def sync(self) -> int:
+        """Bring the records to the disk; return their length in bytes."""
+        return 0
+
+    def close(self) -> None:
+        """End after the last record."""
 
 
-class TensorBoard:
+class MetricsFile(Sink):
+    """Appends records to metrics.jsonl at a given length; what came after it is cut off."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        if (path.stat().st_size if path.exists() else 0) < length:
+            raise UserError(f"{path}: is shorter than the last checkpoint says; restore it, or start a new run")
+        self.file = path.open("ab")
+        self.file.truncate(length)
+        self.file.seek(0, os.SEEK_END)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
+
+    def sync(self) -> int:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return self.file.tell()
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard(Sink):
+    """Writes event files; what an interrupted process wrote after `step` is hidden."""
+
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a killed process wrote behind the step that it goes on from is not shown.
         self.writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -29,13 +71,15 @@ class TensorBoard:
         self.writer.close()
 
 
-class WandB:
-    def __init__(self, run: Path, config: dict[str, Any]) -> None:
+class WandB(Sink):
+    """Sends records to Weights & Biases. A run folder has one identity there, also when it is resumed."""
+
+    def __init__(self, run: Path, config: TrainConfig) -> None:
         import wandb
 
-        # The same run when resumed, another one for a folder of the same name elsewhere.
         identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-        self.run = wandb.init(project="angpt", name=run.name, id=identity, resume="allow", dir=run, config=config)
+        options: dict[str, Any] = {"name": run.name, "id": identity, "dir": run, "config": asdict(config)}
+        self.run = wandb.init(project="angpt", resume="allow", **options)
 
     def write(self, record: dict[str, Any]) -> None:
         self.run.log(scalars(record), step=record["step"])
@@ -46,27 +90,31 @@ class WandB:
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record under names such as train/loss and layers/alpha_a/3."""
-    kind = record["kind"]
     found: dict[str, float] = {}
     for key, value in record.items():
-        if isinstance(value, list):
-            found |= {f"{kind}/{key}/{i}": v for i, v in enumerate(value) if v is not None}
-        elif isinstance(value, int | float) and key not in ("step", "tokens"):
-            found[f"{kind}/{key}"] = value
+        values = {f"/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else {"": value}
+        if key not in ("step", "tokens"):
+            found |= {f"{record['kind']}/{key}{i}": v for i, v in values.items() if isinstance(v, int | float)}
     return found
 
 
 def check_sinks(config: TrainConfig) -> None:
-    """Whether the packages are there that the configuration asks for."""
+    """Raise an error if a package that the configuration asks for is not installed."""
     for wanted, package in ((config.tensorboard, "tensorboard"), (config.wandb, "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
             raise UserError(f"{package} is not installed: pip install 'angpt[{package}]'")
 
 
-def sinks_for(config: TrainConfig, run: Path, values: dict[str, Any], step: int) -> list[Sink]:
-    found: list[Sink] = []
-    if config.tensorboard:
-        found.append(TensorBoard(run / "tensorboard", step))
-    if config.wandb:
-        found.append(WandB(run, values))
-    return found
+def sinks_for(config: TrainConfig, run: Path, step: int) -> list[Sink]:
+    """The sinks that the configuration asks for beside metrics.jsonl; `step`: steps already done."""
+    tensorboard: list[Sink] = [TensorBoard(run / "tensorboard", step)] if config.tensorboard else []
+    return [*tensorboard, *([WandB(run, config)] if config.wandb else [])]
+
+
+def _finite(value: Any) -> Any:
+    """The value with null in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value

@@ -1,9 +1,9 @@
 """How the processes of a run share its work: one process, DDP or FSDP, with one interface for trainer and engine.
 
 The launcher (torchrun, or a SLURM job) gives each process its rank in environment variables; without them there is one
-process. DDP: every rank has the whole model, and gradients are summed during the backward pass. FSDP: the rows of each
-matrix are sharded over the ranks, with their gradients and moments, and gathered block by block to compute
-(`fully_shard`). Vectors are few; every rank has them all, in fp32.
+process. DDP: every rank has the whole model, and gradients are averaged during the backward pass. FSDP: the rows of
+each matrix are sharded over the ranks, with their gradients and moments, and gathered block by block to compute
+(`fully_shard`). Vectors are small; every rank has all of them, in fp32.
 """
 
 import os
@@ -12,24 +12,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from angpt.config import Parallel
+from angpt.constraints import is_matrix
 from angpt.errors import UserError
 from angpt.fast.precision import low_precision
+from angpt.models.decoder import Decoder
 from angpt.optim.adam import Shards
 from angpt.training.ranks import MARGIN_SECONDS, join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
 from angpt.training.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from angpt.models.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -40,29 +39,29 @@ class Shard:
 
     rows: Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     first_row: int
     primary: bool
-    """True on the one rank, of those that hold these rows, that writes them to checkpoints."""
+    """True on the rank that writes these rows to checkpoints, one of those that hold them."""
     split: bool = False
     """True if other ranks hold the other rows."""
 
     def with_rows(self, rows: Tensor) -> "Shard":
-        """As many rows of another tensor, held by the same ranks."""
+        """The same rows of another tensor with as many rows, sharded in the same way."""
         return replace(self, rows=rows, shape=(*self.shape[:1], *rows.shape[1:]))
 
 
 class Strategy(Shards, ABC):
     """How the processes of a run share its work. Used in a `with` block, which ends the connection.
 
-    The methods here do what is right for one process that has everything.
+    The default methods are those of a single process.
     """
 
     rank, size = 0, 1
     writers = 1
-    """Ranks that write a part of each checkpoint: the first ones."""
+    """Number of ranks that write files of a checkpoint: the first ones."""
     can_record = False
-    """True if a pass may become a CUDA graph."""
+    """True if a pass may be recorded as a CUDA graph."""
 
     @property
     def main(self) -> bool:
@@ -70,24 +69,24 @@ class Strategy(Shards, ABC):
         return self.rank == 0
 
     @abstractmethod
-    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
-        """Bring a model to the device, sharded or not, and return what computes with matrices in `dtype`.
+    def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
+        """Move a model to the device and shard it; return the model that computes with matrices in `dtype`.
 
-        `wide_reduce`: sum gradients over ranks in fp32, also those that are in bf16.
+        `wide_reduce`: sum bf16 gradients over ranks in fp32.
         """
 
     def begin_pass(self, last: bool, passes: int) -> None:
-        """Call before each pass of a step; gradients are reduced over ranks in the last."""
+        """Call before each pass of a step; gradients are averaged over ranks in the last one."""
 
     def finish_passes(self) -> None:
-        """Wait until the gradients are those of all ranks."""
+        """Wait until the gradients are averages over all ranks."""
 
     def shard(self, parameter: Tensor) -> Shard:
         """The rows of a parameter that this rank holds."""
         return Shard(parameter.detach(), tuple(parameter.shape), 0, self.main)
 
     def whole(self, shard: Shard) -> Tensor:
-        """A tensor with the rows of all ranks, each of which must call this."""
+        """The tensor with the rows of all ranks. Collective: every rank must call it."""
         return shard.rows
 
     def sum(self, value: Tensor) -> Tensor:
@@ -95,76 +94,68 @@ class Strategy(Shards, ABC):
         return value
 
     def agree_to_stop(self, wanted: bool, now: bool) -> bool:
-        """True if any rank wants to stop; several ranks ask each other only where `now` is true."""
+        """True if any rank wants to stop; several ranks agree only when `now` is true."""
         return wanted
 
     def share(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, on all ranks."""
+        """The result of `make()` on rank 0, or its `UserError`, on all ranks."""
         return make()
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks; for the thread that writes checkpoints, apart from the messages of the loop."""
+        """The values of all ranks, over a connection that only the thread that writes checkpoints uses."""
         return [value]
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
-        """Raise an error that names the rank if ranks that hold the same rows differ in any bit."""
+        """Raise an error that names the rank if ranks that hold the same rows differ in a bit."""
 
     def environment(self) -> dict[str, str]:
-        """What the summary of a run says about its ranks."""
+        """Entries about the ranks in the summary of a run."""
         return {}
 
     def beat(self, step: int) -> None:
         """Heartbeat: the loop of this rank has reached a step."""
 
-    def close(self) -> None:
-        """End the connection with the other ranks."""
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
-        if (words := lost_rank(error)) is not None:
-            raise UserError(
-                f"rank {self.rank} of {self.size}: lost another rank ({words}). "
-                "The last good checkpoint is whole; see the log of the rank that ended first, and go on with --resume"
-            ) from error
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """End the connection with the other ranks."""
 
 
 class SingleProcess(Strategy):
-    """One process without a launcher."""
+    """A single process, started without a launcher."""
 
     can_record = True
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """`device`: where to train; where the model is, unless given."""
+        """`device`: the device to train on; that of the model unless given."""
         self.device = device
 
-    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+    def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
         model.to(self.device or next(model.parameters()).device)
         return low_precision(model, dtype)
 
 
 class Distributed(Strategy):
-    """All processes of a launch, as one of them sees them: what DDP and FSDP have in common."""
+    """One rank of several: what DDP and FSDP have in common."""
 
     name: str
     reducer: GradientReducer
 
     def __init__(self, device: torch.device, timeout: float) -> None:
-        import torch.distributed as dist
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         self.device, self.rank, self.size = device, launched_rank(), launched_ranks()
         store = join(device, timeout)
         self.files = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + MARGIN_SECONDS))
         self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
 
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        self.watchdog.stop()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         dist.destroy_process_group()
+        self.watchdog.stop()  # last, because ending the connection may hang
+        if (words := lost_rank(error)) is not None:
+            raise UserError(
+                f"rank {self.rank} of {self.size}: lost another rank ({words}). "
+                "See the log of the rank that ended first, and continue from the last checkpoint with --resume"
+            ) from error
 
     def begin_pass(self, last: bool, passes: int) -> None:
         self.reducer.begin_pass(last, passes)
@@ -173,47 +164,42 @@ class Distributed(Strategy):
         self.reducer.finish()
 
     def sum(self, value: Tensor) -> Tensor:
-        import torch.distributed as dist
-
-        total = value.clone()
-        dist.all_reduce(total)
-        return total
+        return all_reduced(value)
 
     def agree_to_stop(self, wanted: bool, now: bool) -> bool:
         return now and bool(self.sum(torch.tensor(int(wanted))).item())
 
     def share(self, make: Callable[[], T]) -> T:
-        import torch.distributed as dist
-
-        box: list[Any] = [make() if self.main else None]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
-        return box[0]
+        result: list[Any] = [None]
+        if self.main:
+            try:
+                result = [make()]
+            except UserError as error:  # for all ranks, which wait for the result
+                result = [error]
+        dist.broadcast_object_list(result, device=torch.device("cpu"))
+        if isinstance(result[0], UserError):
+            raise result[0]
+        return result[0]
 
     def exchange(self, value: T) -> list[T]:
-        import torch.distributed as dist
-
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.files)
         return values
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
-        import torch.distributed as dist
-
         sums = torch.stack([checksum(shard.rows) for shard in tensors.values()]).cpu()
         found = torch.stack((sums, torch.tensor([shard.first_row for shard in tensors.values()])), dim=1)
         gathered = [torch.empty_like(found) for _ in range(self.size)]
         dist.all_gather(gathered, found)
         for name, of_ranks in zip(tensors, torch.stack(gathered, dim=1).tolist(), strict=True):
-            replicas: dict[int, dict[int, int]] = {}  # for each first row, the checksum on each rank that holds it
-            for rank, (digest, first_row) in enumerate(of_ranks):
-                replicas.setdefault(first_row, {})[rank] = digest
-            for digests in replicas.values():
-                (expected, _), *others = Counter(digests.values()).most_common()  # of equally many, the lowest rank's
+            for row in dict.fromkeys(first_row for _, first_row in of_ranks):
+                digests = {rank: digest for rank, (digest, first_row) in enumerate(of_ranks) if first_row == row}
+                (expected, _), *others = Counter(digests.values()).most_common()  # in a tie, that of the lowest rank
                 if others:
                     right, wrong = (next(r for r, d in digests.items() if d == x) for x in (expected, others[0][0]))
                     raise UserError(
                         f"rank {wrong} differs from rank {right} in {name}, which must be equal on both: its memory or "
-                        "its GPU has made an error; exclude its machine, and go on with --resume"
+                        "its GPU has made an error; exclude its machine and continue with --resume"
                     )
 
     def environment(self) -> dict[str, str]:
@@ -228,7 +214,7 @@ class DDP(Distributed):
 
     name = "ddp"
 
-    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
+    def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
         compute = low_precision(model.to(self.device), dtype)
         pairs = zip(model.parameters(), compute.parameters(), strict=True)
         masters: dict[Tensor, Tensor] = {c: p for p, c in pairs if p is not c}
@@ -237,40 +223,36 @@ class DDP(Distributed):
 
 
 class FSDP(Distributed):
-    """The rows of matrices are sharded over groups of ranks, with their gradients and moments."""
+    """The rows of matrices, with their gradients and moments, are sharded over groups of ranks."""
 
     name = "fsdp"
-    mesh: "DeviceMesh"
-    model: "Decoder"
+    mesh: DeviceMesh
+    model: Decoder
 
     def __init__(self, device: torch.device, timeout: float, shard_ranks: int | None) -> None:
-        """`shard_ranks`: ranks that together hold one copy of the matrices; all unless given."""
+        """`shard_ranks`: number of ranks that together hold one copy of the matrices; all unless given."""
         size = launched_ranks()
         if shard_ranks is not None and size % shard_ranks:
             raise UserError(f"shard_ranks = {shard_ranks} does not divide the {size} ranks")
         super().__init__(device, timeout)
         self.writers = min(shard_ranks or size, size)
 
-    def prepare(self, model: "Decoder", dtype: torch.dtype, wide_reduce: bool) -> "Decoder":
-        from torch.distributed.device_mesh import init_device_mesh
+    def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+        dims = {"replicate": self.size // self.writers, "shard": self.writers}  # a copy is on neighbouring ranks
         if self.writers == self.size:
-            self.mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
-        else:  # the innermost ranks, those of one machine, share a copy; copies are kept equal between machines
-            shape = (self.size // self.writers, self.writers)
-            self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if dtype != torch.float32:
-            reduce_dtype = torch.float32 if wide_reduce else dtype
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        vectors = {p for p in model.parameters() if p.ndim != 2}
-        for part in (*model.blocks, model):  # one block at a time, so that the whole never has to fit on the device
+            del dims["replicate"]
+        self.mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        reduce_dtype = torch.float32 if wide_reduce else dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        vectors = [p for p in model.parameters() if not is_matrix(p)]
+        for part in (*model.blocks, model):  # one block at a time: the whole model need not fit on the device
             part.to(self.device)
-            fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=vectors)
+            fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
         register_fsdp_forward_method(model, "input_lengths")
         self.model = model
-        self.reducer = GradientReducer((p for p in model.parameters() if p.ndim != 2), {}, self.size, wide_reduce)
+        self.reducer = GradientReducer(vectors, {}, self.size, wide_reduce)
         return model
 
     def begin_pass(self, last: bool, passes: int) -> None:
@@ -281,7 +263,7 @@ class FSDP(Distributed):
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     def shard(self, parameter: Tensor) -> Shard:
-        if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered at the moment
+        if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered now
             return super().shard(parameter)
         per_rank = -(-len(parameter) // self.writers)
         first_row = min(len(parameter), per_rank * (self.rank % self.writers))
@@ -301,15 +283,18 @@ class FSDP(Distributed):
         return spread.full_tensor()
 
     def sum_shards(self, value: Tensor) -> Tensor:
-        import torch.distributed as dist
+        return all_reduced(value, self.mesh.get_group("shard"))
 
-        total = value.clone()
-        dist.all_reduce(total, group=self.mesh.get_group("shard"))
-        return total
+
+def all_reduced(value: Tensor, group: Any = None) -> Tensor:
+    """The sum over the ranks of a group; over all ranks unless given."""
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A number that changes with any single bit of a tensor; computed on its device."""
+    """A number that changes with every single bit of a tensor, computed on its device."""
     bits = tensor.detach().contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
     return bits.sum(dtype=torch.int64)
 

@@ -1,16 +1,15 @@
-"""The training loop, the same for every architecture: what differs lies in the model and its configuration.
+"""The training loop, which is the same for every architecture.
 
-The state of a run is its parameters, the optimizer's moments and the number of steps done. Everything else follows from
-these: a run that is killed and resumed repeats, bit by bit on the CPU, what an undisturbed one does.
+The state of a run is its parameters, the optimizer's moments and the number of steps done; everything else follows from
+these. A run that is killed and resumed equals, bit by bit on the CPU, one that was not.
 """
 
-import dataclasses
 import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,24 +29,20 @@ from angpt.training.layers import layer_scalars
 from angpt.training.moments import MomentRecorder, default_interval
 from angpt.training.plan import Plan
 from angpt.training.reporter import Reporter
-from angpt.training.run import MetricsWriter, NoMetrics, Run, Status, Summary, environment
-from angpt.training.sinks import Sink, sinks_for
+from angpt.training.run import Run, Status, Summary, environment
+from angpt.training.sinks import MetricsFile, Sink, sinks_for
 from angpt.training.strategy import Shard, Strategy
 
 LAYER_TOKENS = 4096
-"""Validation tokens over which the input norms of the layers are averaged, but never more than a batch has."""
+"""Validation tokens over which the input norms of the layers are averaged; at most those of a batch."""
 
 
 class Diverged(Exception):
-    """A loss or gradient that is not finite."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"step {step:,}: the loss or the gradient is not finite")
-        self.step = step
+    """The loss or the gradient of step `args[0]` is not finite."""
 
 
 class Trainer:
-    """Trains one run, from its start or from a checkpoint, to its end."""
+    """Trains a run from its start, or from a checkpoint, to its end."""
 
     def __init__(
         self, plan: Plan, run: Run, train: TokenData, val: TokenData, reporter: Reporter, strategy: Strategy
@@ -61,7 +56,7 @@ class Trainer:
         self.model: Decoder = build(self.config.model, self.config.seed)
         if plan.compile:
             importing.join()  # two threads must not import it at once: its modules import each other
-            torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
+            torch.compiler.reset()  # the compiler gives up on a block after eight versions, also of earlier runs
         self.engine = Engine(
             self.model,
             self.config.optimizer,
@@ -82,76 +77,70 @@ class Trainer:
             self.moments = MomentRecorder(self.engine.first_moments(), every, strategy.whole)
 
     def load(self, path: Path) -> None:
-        """Take over the state of a checkpoint."""
+        """Continue from a checkpoint."""
         state = checkpoint.read_state(path, verify=False)
-        expected = (self.config.model.architecture, self.train_data.fingerprint, self.train_data.tokenizer_fingerprint)
-        found = (state.architecture, state.data_fingerprint, state.tokenizer_fingerprint)
-        for what, ours, theirs in zip(("architecture", "data", "tokenizer"), expected, found, strict=True):
-            if ours != theirs:
-                raise UserError(f"{path}: the checkpoint belongs to another {what} ({theirs}; the run has {ours})")
+        for name, ours in self.identity().items():
+            if (theirs := getattr(state, name)) != ours:
+                what = name.removesuffix("_fingerprint")
+                raise UserError(f"{path}: the checkpoint has another {what} ({theirs}) than the run ({ours})")
         tensors = self.tensors()
         checkpoint.Reader(path).fill(tensors)
         torch.set_rng_state(tensors[checkpoint.RNG].rows)
         self.engine.optimizer.refresh()
-        self.step, self.seconds, self.metrics_bytes = state.step, state.seconds, state.metrics_bytes
-        self.val_loss = state.val_loss
+        self.step, self.seconds, self.val_loss = state.step, state.seconds, state.val_loss
+        self.metrics_bytes = state.metrics_bytes
+
+    def identity(self) -> dict[str, Any]:
+        """Entries of a checkpoint's state that stay the same in a run."""
+        data, architecture = self.train_data, self.config.model.architecture
+        fingerprints = {"data_fingerprint": data.fingerprint, "tokenizer_fingerprint": data.tokenizer_fingerprint}
+        return {"architecture": architecture, **fingerprints}
 
     def tensors(self) -> dict[str, Shard]:
-        """What this rank holds of the parameters, the state of the optimizer, and that of the random numbers."""
+        """This rank's shards of the parameters and moments, and the state of the random number generator."""
         rng = torch.get_rng_state()
         return self.engine.tensors() | {checkpoint.RNG: Shard(rng, tuple(rng.shape), 0, self.strategy.main)}
 
     def save(self) -> None:
-        """Begin to write a checkpoint of the steps done, of which all replicas must have the same."""
+        """Check that all replicas are equal, and begin to write a checkpoint."""
         self.strategy.compare_replicas(self.engine.tensors())
-        state = checkpoint.State(
-            step=self.step,
-            architecture=self.config.model.architecture,
-            metrics_bytes=self.metrics.sync(),
-            seconds=self.seconds,
-            val_loss=self.val_loss,
-            data_fingerprint=self.train_data.fingerprint,
-            tokenizer_fingerprint=self.train_data.tokenizer_fingerprint,
-            sha256={},
-        )
+        progress: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "val_loss": self.val_loss}
+        state = checkpoint.State(**progress, **self.identity(), metrics_bytes=self.metrics.sync(), sha256={})
         self.writer.save(self.tensors(), state)
 
     def train(self) -> Summary:
-        """Run to the end, to an interrupt, or to divergence, and leave a summary of it."""
-        self.metrics: MetricsWriter | NoMetrics = NoMetrics()
-        self.sinks: list[Sink] = []
-        if self.strategy.main:
-            self.metrics = MetricsWriter(self.run.metrics, self.metrics_bytes)
-            self.sinks = sinks_for(self.config, self.run.path, dataclasses.asdict(self.config), self.step)
-        self.reporter.start(self.plan, self.step)
-        status: Status = "finished"
+        """Train until the end, an interrupt or divergence, and write the summary."""
+        self.metrics, self.sinks = Sink(), list[Sink]()
         self.writer = checkpoint.Writer(self.strategy, self.run.checkpoints, self.config.keep_checkpoints)
+        status: Status = "finished"
         try:
-            with interrupts() as interrupted, self.writer:
+            with ExitStack() as closing, interrupts() as interrupted, self.writer:
+                if self.strategy.main:
+                    self.metrics = MetricsFile(self.run.metrics, self.metrics_bytes)
+                    closing.callback(self.metrics.close)
+                    self.sinks = sinks_for(self.config, self.run.path, self.step)
+                    for sink in self.sinks:
+                        closing.callback(sink.close)
+                self.reporter.start(self.plan, self.step)
+                closing.callback(self.reporter.stop)
                 try:
                     if not self.loop(interrupted):
                         status = "interrupted"
                 except Diverged as error:
-                    status, self.step = "diverged", error.step
+                    status, self.step = "diverged", error.args[0]
         except OSError as error:
-            raise UserError(f"{self.run.path}: {error}; fix that and go on with --resume") from error
-        finally:
-            self.reporter.stop()
-            self.metrics.close()
-            for sink in self.sinks:
-                sink.close()
+            raise UserError(f"{self.run.path}: {error}; fix the cause and continue with --resume") from error
         summary = self.strategy.share(lambda: self.summary(status))
         if self.strategy.main:
             self.run.write_summary(summary)
         return summary
 
     def loop(self, interrupted: Callable[[], bool]) -> bool:
-        """All steps that are left; False if interrupted before the last."""
+        """Take the remaining steps; return False if interrupted before the last."""
         plan, config = self.plan, self.config
         self.strategy.compare_replicas(self.engine.tensors())
         loader = Loader(self.train_data, config.model.context, plan.sequences, config.seed)
         self.peak = peak_flops(plan.device, plan.dtype)
-        self.layer_tokens = self.layer_windows()
         if self.step == 0 and config.layers_every:
             self.record_layers()
         with self.prefetch(loader) as batches:
@@ -180,25 +169,25 @@ class Trainer:
                 if stop and not last:
                     return False
                 if evaluate or layers or save:
-                    self.mark = time.perf_counter(), self.step  # not the steps' own time
+                    self.mark = time.perf_counter(), self.step  # only steps count
         return True
 
     def prefetch(self, loader: Loader) -> Prefetcher:
-        """This rank's part of the batches from the next step on."""
+        """This rank's share of the batches from the next step on."""
         rank, size, documents = self.strategy.rank, self.strategy.size, self.config.data.mask_documents
         return Prefetcher(loader, self.step, self.plan.device, rank=rank, world=size, documents=documents)
 
     def agreed(self, interrupted: Callable[[], bool]) -> bool:
-        """True if the run stops after this step; ranks ask each other only when they look at the losses."""
+        """True if the run stops after this step; several ranks agree on it only at steps that are logged."""
         return self.strategy.agree_to_stop(interrupted(), now=self.step % self.config.log_every == 0)
 
     def train_step(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """One optimizer step over the whole batch; its mean loss and the norm of its gradient, still on the device."""
+        """Take one optimizer step; return the mean loss and the norm of the gradient, still on the device."""
         loss = self.engine.backward(batch, self.plan.micro_batch)
         return loss, self.engine.step(self.step + 1, self.plan.lr(self.step))
 
     def compile_ahead(self, loader: Loader) -> None:
-        """Compile on the first batch before the clock starts; its gradients are thrown away."""
+        """Compile on the first batch before the clock starts; its gradients are dropped."""
         if not self.plan.compile and self.plan.device.type == "cpu":
             return
         start = time.perf_counter()
@@ -213,7 +202,7 @@ class Trainer:
         self.compile_seconds = time.perf_counter() - start
 
     def flush(self) -> None:
-        """Read the losses that are still on the device, write them down, and stop at one that is not finite."""
+        """Read the losses that are still on the device and write them; raise `Diverged` if one is not finite."""
         if not self.pending:
             return
         losses = (self.strategy.sum(torch.stack([loss for _, loss, _ in self.pending])) / self.strategy.size).tolist()
@@ -222,17 +211,10 @@ class Trainer:
         self.seconds += now - before
         tokens_per_s = (self.step - first) * self.plan.batch_tokens / (now - before)
         self.mark = now, self.step
+        mfu = tokens_per_s * self.plan.flops_per_token / (self.peak * self.strategy.size)
+        speed = {"tokens_per_s": tokens_per_s, "mfu": mfu, "seconds": self.seconds}
         for (step, _, _), loss, norm in zip(self.pending, losses, norms, strict=True):
-            self.write(
-                "train",
-                step,
-                loss=loss,
-                lr=self.plan.lr(step - 1),
-                grad_norm=norm,
-                tokens_per_s=tokens_per_s,
-                mfu=tokens_per_s * self.plan.flops_per_token / (self.peak * self.strategy.size),
-                seconds=self.seconds,
-            )
+            self.write("train", step, loss=loss, lr=self.plan.lr(step - 1), grad_norm=norm, **speed)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.metrics.sync()
                 raise Diverged(step)
@@ -244,14 +226,13 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over `eval_tokens` of the validation split, the same ones each time."""
+        """Compute and write the mean loss over `eval_tokens` tokens of the validation split, always the same ones."""
         total, rows = torch.zeros((), device=self.plan.device, dtype=torch.float64), 0
         for tokens, counted in self.validation_windows():
             self.strategy.beat(self.step)
             inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            documents = (
-                document_numbers(inputs, end_of_text(self.val_data)) if self.config.data.mask_documents else None
-            )
+            masked = self.config.data.mask_documents
+            documents = document_numbers(inputs, end_of_text(self.val_data)) if masked else None
             batch = Batch(inputs, targets, documents).padded(self.plan.micro_batch if self.plan.compile else 0)
             loss = self.engine.loss(batch)
             if counted:
@@ -267,8 +248,10 @@ class Trainer:
         self.reporter.validation(self.step, self.val_loss)
 
     def validation_windows(self) -> Iterator[tuple[Tensor, bool]]:
-        """(micro_batch, context + 1) tokens each, the last perhaps fewer. Ranks take turns, and all have as many,
-        because they compute together; False comes with one that another rank counts."""
+        """This rank's (micro_batch, context + 1) tokens, the last perhaps with fewer rows; False if they do not count.
+
+        All ranks get equally many, because they compute together: where a rank has none left, it repeats others.
+        """
         context, rank = self.config.model.context, self.strategy.rank
         windows = max(1, self.config.eval_tokens // context)
         batches = validation_batches(self.val_data, context, self.plan.micro_batch, windows)
@@ -276,21 +259,18 @@ class Trainer:
             tokens = turn[rank] if rank < len(turn) else turn[0]
             yield torch.from_numpy(tokens).to(self.plan.device), rank < len(turn)
 
-    def layer_windows(self) -> Tensor:
-        context = self.config.model.context
+    def record_layers(self) -> None:
+        """Write scalars of each layer, computed on the same validation tokens each time."""
+        context, dtype, device = self.config.model.context, self.plan.dtype, self.plan.device
         count = max(1, min(LAYER_TOKENS, self.plan.batch_tokens) // context)
         windows = next(validation_batches(self.val_data, context, count, count))
-        return torch.from_numpy(windows[:, :-1]).to(self.plan.device)
-
-    def record_layers(self) -> None:
-        reduced = self.plan.dtype != torch.float32
-        with torch.autocast(self.plan.device.type, self.plan.dtype, enabled=reduced):
-            self.write("layers", self.step, **layer_scalars(self.model, self.layer_tokens, self.strategy))
+        tokens = torch.from_numpy(windows[:, :-1]).to(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            self.write("layers", self.step, **layer_scalars(self.model, tokens, self.strategy))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         record = {"kind": kind, "step": step, "tokens": step * self.plan.batch_tokens, **values}
-        self.metrics.write(record)
-        for sink in self.sinks:
+        for sink in (self.metrics, *self.sinks):
             sink.write(record)
 
     def summary(self, status: Status) -> Summary:
@@ -313,23 +293,22 @@ class Trainer:
 
 
 def import_compiler() -> None:
-    """What compiling needs takes seconds to import; weights are drawn meanwhile, which does not need Python."""
+    """Import what torch.compile needs: seconds, during which weights are drawn."""
     import torch._inductor.compile_fx  # noqa: F401
 
 
 @contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come. The first lets the step finish; a second SIGINT stops at once."""
-    came = False
+    """Yield a function that is True after SIGINT or SIGTERM. A second SIGINT raises KeyboardInterrupt."""
+    came = threading.Event()
 
     def note(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
+        came.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: came
+        yield came.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -50,8 +50,8 @@ def test_a_clear_win():
         row("angpt", 2, 2.9, speedup=speedups[1]),
     ]
     assert told(rows, COSTS) == (
-        "anGPT reaches 2.900, GPT+ 3.000 (−3.3 %). To match anGPT at 1 tokens, GPT+ needs 1.40× the tokens [1.30, 1.50]. "
-        "A step takes 3.0 % more time."
+        "anGPT reaches 2.900, GPT+ 3.000 (−3.3 %). "
+        "To match anGPT at 1 tokens, GPT+ needs 1.40× the tokens [1.30, 1.50]. A step takes 3.0 % more time."
     )
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from angpt.config import TrainConfig, from_dict
+from angpt.training.checkpoint import Reader
 from angpt.training.reporter import Quiet
 
 VOCAB = 61
@@ -77,6 +78,12 @@ TIMING = {"tokens_per_s", "mfu", "seconds"}
 def without_timing(run):
     """The records of a run, as written, less what a clock measured."""
     return [{k: v for k, v in record.items() if k not in TIMING} for record in run.records()]
+
+
+def all_tensors(path):
+    """All tensors of a checkpoint by name, whole: parameters, moments, the state of the random number generator."""
+    reader = Reader(path)
+    return {name: reader.read(name) for name in reader.pieces}
 
 
 def parameters(run):

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from angpt.errors import UserError
 from angpt.training import checkpoint
 from angpt.training.checkpoint import State, Writer
 from angpt.training.strategy import Shard, SingleProcess
+from tests.training.conftest import all_tensors
 
 STATE = State(
     step=3,
@@ -35,21 +36,23 @@ def save(folder, step=3, keep=2):
 def test_round_trip(tmp_path):
     path = save(tmp_path)
     assert torch.equal(checkpoint.load_model(path)["w"], MODEL["w"])
-    assert checkpoint.load_tensors(path).keys() == (MODEL | OPTIMIZER).keys()
+    assert all_tensors(path).keys() == (MODEL | OPTIMIZER).keys()
     assert replace(checkpoint.read_state(path), sha256={}) == STATE
 
 
-def test_files_are_what_safetensors_writes(tmp_path):
-    """Byte for byte; of several dtypes, and of tensors without dimensions or elements."""
+def test_any_tensor_is_saved_and_files_have_their_checksums(tmp_path):
+    """Several dtypes, tensors without dimensions or elements, and a view."""
     tensors = {
         "é": torch.randn(3, 5).T, "rng": torch.arange(13, dtype=torch.uint8), "b": torch.tensor(2.0),
         "a": torch.randn(7).bfloat16(), "empty": torch.zeros(0, 4), "d": torch.zeros(2, dtype=torch.float64),
     }  # fmt: skip
-    shards = {name: SingleProcess().shard(t) for name, t in tensors.items()}
-    digest = checkpoint.write_file(tmp_path / "ours", shards)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, tmp_path / "theirs")
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    assert digest == hashlib.sha256((tmp_path / "ours").read_bytes()).hexdigest()
+    path = checkpoint.save(tmp_path, tensors, {}, STATE, 1)
+    found = all_tensors(path)
+    assert found.keys() == tensors.keys()
+    assert all(t.dtype == found[name].dtype and torch.equal(t, found[name]) for name, t in tensors.items())
+    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.glob("*.safetensors")}
+    assert checkpoint.read_state(path).sha256 == sums
+    assert load_file(path / "model.safetensors").keys() == tensors.keys() - {"rng"}
 
 
 @pytest.fixture
@@ -59,13 +62,13 @@ def writer(tmp_path):
 
 def test_a_checkpoint_is_of_the_moment_of_saving(tmp_path, writer, monkeypatch):
     """However long it takes to write: here until the tensor has changed."""
-    changed, write_file = threading.Event(), checkpoint.write_file
+    changed, write_files = threading.Event(), checkpoint.write_files
 
     def slow(*args):
         assert changed.wait(30)
-        return write_file(*args)
+        return write_files(*args)
 
-    monkeypatch.setattr(checkpoint, "write_file", slow)
+    monkeypatch.setattr(checkpoint, "write_files", slow)
     weight = torch.arange(6.0).view(2, 3)
     with writer:
         for step in (1, 2):
@@ -87,9 +90,9 @@ def test_an_error_of_the_writer_is_raised_by_the_next_save_and_at_the_end(tmp_pa
     shards = {"w": SingleProcess().shard(torch.zeros(2))}
     writer.save(shards, replace(STATE, step=1))
     writer.finish()
-    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(checkpoint, "write_files", full)
     writer.save(shards, replace(STATE, step=2))
-    words = r"step-000000002: .* the disk is full\. The last good one is step-000000001; make room and go on with"
+    words = r"step-000000002: .* the disk is full\. The last good one is step-000000001; fix the cause and continue"
     with pytest.raises(UserError, match=words):
         writer.save(shards, replace(STATE, step=3))
     with pytest.raises(UserError, match=words), writer:

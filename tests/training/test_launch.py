@@ -23,7 +23,7 @@ def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
     before = parameters(Run.open(tmp_path / "run"))
     code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M", "--seed", "3")
     assert code == 2
-    assert "a run is resumed as it was begun, but tokens, seed is changed" in text
+    assert "a run cannot be resumed with other values of tokens, seed" in text
     assert angpt(capsys, "train", "--resume", tmp_path / "run")[0] == 0
     assert parameters(Run.open(tmp_path / "run")) == before
 
@@ -83,9 +83,9 @@ def mistakes(data, tmp_path):
     gone.write_text(to_toml(small(tmp_path / "nowhere")))
     new = tmp_path / "new"
     return {
-        "exists; go on with": ("--config", fine, "--out", tmp_path / "run"),
-        "belongs to another architecture (ngpt; the run has angpt)": ("--resume", swapped),
-        "belongs to another data": ("--resume", moved),
+        "exists; continue with": ("--config", fine, "--out", tmp_path / "run"),
+        "the checkpoint has another architecture (ngpt) than the run (angpt)": ("--resume", swapped),
+        "the checkpoint has another data": ("--resume", moved),
         "has token 60, but model.vocab_size is 50; set it to 61 or more": ("--config", tiny_vocab, "--out", new),
         "no such file or folder; `angpt data prepare` makes one": ("--config", gone, "--out", new),
         "are not a sequence of uint16 tokens": ("--config", broken, "--out", new),
@@ -193,7 +193,7 @@ def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     (other / "train.bin").write_bytes((other / "train.bin").read_bytes()[:-2])
     code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--data.path", other)
     assert code == 2
-    assert "belongs to another data" in text
+    assert "the checkpoint has another data" in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
 
 

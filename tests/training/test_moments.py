@@ -14,7 +14,7 @@ from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from angpt.training.strategy import SingleProcess
-from tests.training.conftest import Stops, parameters, small, without_timing
+from tests.training.conftest import Stops, all_tensors, parameters, small, without_timing
 
 
 def recorded(run):
@@ -47,8 +47,10 @@ def test_a_record_is_the_variance_over_the_entries_of_each_matrix(data):
 
 
 def test_the_first_step_and_every_interval_are_recorded():
-    recorder = MomentRecorder({}, 5, SingleProcess().whole)
-    assert [step for step in range(1, 17) if recorder.due(step)] == [1, 5, 10, 15]
+    recorder = MomentRecorder({"W_e.weight": SingleProcess().shard(torch.ones(2, 2))}, 5, SingleProcess().whole)
+    for step in range(1, 17):
+        recorder.note(step)
+    assert [step for step, _ in recorder.drain()] == [1, 5, 10, 15]
     assert [default_interval(steps) for steps in (1, 300, 2000, 2001, 40_000)] == [10, 10, 10, 11, 200]
 
 
@@ -69,7 +71,7 @@ def test_a_run_records_by_option_only_and_trains_the_same(data, tmp_path):
 def test_the_record_is_that_of_the_optimizer(data, tmp_path):
     """The run ends with step 10, whose first moments are in the last checkpoint."""
     start(small(data, record_moments=True, tokens="2560"), tmp_path / "run", Quiet())
-    last = checkpoint.load_tensors(checkpoint.newest(tmp_path / "run" / "checkpoints"))
+    last = all_tensors(checkpoint.newest(tmp_path / "run" / "checkpoints"))
     record = recorded(tmp_path / "run")[10]
     assert record["W_h"] == pytest.approx(last["exp_avg/W_h.weight"].var(correction=0).item(), rel=1e-5)
     assert record["W_d"][1] == pytest.approx(last["exp_avg/blocks.1.W_d.weight"].var(correction=0).item(), rel=1e-5)

@@ -193,20 +193,20 @@ def test_a_later_attempt_does_not_read_what_an_earlier_one_wrote():
         assert len(set(found)) == 1
         names += set(found)
     assert len(set(names)) == 3
-    with pytest.raises(UserError, match="rank 1, 2 did not come"):
+    with pytest.raises(UserError, match="rank 1, 2 did not connect"):
         name_attempt(torch.distributed.HashStore(), 0, 3, 0.05)
 
 
 @pytest.mark.parametrize(
     ("beats", "silent", "words"),
     [
-        ((7, 6, 7), (), "rank 1 stands still: it has not come to where the others wait"),
-        ((7, 7, 7), (2,), "rank 2 stands still: not heard of for over 1 s"),
-        ((7, None, 7), (), "rank 1 stands still: not heard of"),
-        ((7, 7, 7), (), "all ranks have come to the same point"),
+        ((7, 6, 7), (), "rank 1 hangs: the others wait for it"),
+        ((7, 7, 7), (2,), "rank 2 hangs: no sign of life for over 1 s"),
+        ((7, None, 7), (), "rank 1 hangs: no sign of life"),
+        ((7, 7, 7), (), "all ranks hang at the same point"),
     ],
 )
-def test_who_stands_still(beats, silent, words):
+def test_the_rank_that_hangs_is_found(beats, silent, words):
     store = torch.distributed.HashStore()
     for rank, count in enumerate(beats):
         if count is not None:
@@ -219,8 +219,8 @@ def test_who_stands_still(beats, silent, words):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE is no number"),
-        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is no number"),
+        ({"RANK": "0"}, "WORLD_SIZE = None is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is no number"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the other ranks were not found at None:None"),
     ],

@@ -20,6 +20,7 @@ from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
+from angpt.training.sinks import MetricsFile
 from angpt.training.trainer import interrupts
 from tests.command import angpt
 from tests.training.conftest import Stops, parameters, small, without_timing
@@ -223,10 +224,10 @@ def test_ctrl_c_has_an_exit_code_of_its_own_and_the_run_goes_on(data, tmp_path, 
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert f"go on with: angpt train --resume {tmp_path / 'run'}" in out
+    assert f"continue with: angpt train --resume {tmp_path / 'run'}" in out
     code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--tokens", "1M")
     assert code == 2
-    assert "tokens is changed (another budget has another schedule" in text
+    assert "other values of tokens (another budget changes the learning rate of every step)" in text
 
 
 def test_tensorboard_gets_the_same_numbers(data, tmp_path):
@@ -256,6 +257,19 @@ def test_a_validation_loss_that_is_not_finite_is_divergence(data, tmp_path, arch
     summary = start(config, tmp_path / "run", Quiet())
     assert (summary.status, summary.val_loss) == ("diverged", None)
     assert Run.open(tmp_path / "run").summary() == summary
+
+
+def test_a_full_disk_stops_the_run_with_one_clear_line(data, tmp_path, monkeypatch):
+    """Closing the file fails as well, because records are left that could not be written."""
+
+    def full(self):
+        self.file.close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "flush", full)
+    monkeypatch.setattr(MetricsFile, "close", full)
+    with pytest.raises(UserError, match=r"run: .*No space left on device; fix the cause and continue with --resume"):
+        start(small(data), tmp_path / "run", Quiet())
 
 
 def test_lost_metrics_are_noticed(data, tmp_path):
