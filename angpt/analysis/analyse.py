@@ -71,8 +71,6 @@ class RunAnalysis:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The measurements of several runs, and their file."""
-
     runs: tuple[RunAnalysis, ...]
 
     @classmethod

@@ -38,8 +38,6 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """Row norms of the attention matrices of one layer."""
-
     layer: int
     """Number of the layer, from 1."""
     total: AttentionRows

@@ -44,7 +44,7 @@ def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
         for run in analysis.runs
     ]
     if found := claims(analysis):
-        lines += ["", "## The paper's picture", "", claims_table(found).markdown()]
+        lines += ["", "## Claims of the paper", "", claims_table(found).markdown()]
     lines += ["", "## Tables", ""]
     for table in tables(analysis):
         lines += [table.markdown(), ""]

@@ -1,4 +1,4 @@
-"""A figure with what belongs to it (caption, description, numbers), and its way into files and into the page."""
+"""Charts: a figure with its caption, description and numbers, written to files and to the page."""
 
 import base64
 import csv
@@ -18,10 +18,10 @@ Row = tuple[str | float | int | None, ...]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure that can be drawn wide, for a desk, or narrow, for a phone."""
+    """A figure that can be drawn wide for a desktop or narrow for a phone, with its texts and numbers."""
 
     name: str
-    """Name of its files, without a suffix."""
+    """Name of the files, without suffix."""
     title: str
     caption: str
     alt: str
@@ -29,12 +29,12 @@ class Chart:
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
     draw: Callable[[bool], Figure]
-    """The figure; narrow if true."""
+    """Draws the figure; the argument is True for the narrow form."""
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A figure for which there are no data yet."""
+    """A figure without data, and the reason."""
 
     title: str
     reason: str
@@ -42,7 +42,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart as the page needs it: SVG for both widths, and the numbers as a link that holds them."""
+    """A chart for the page: SVG for both widths, and the numbers as a data URI."""
 
     chart: Chart
     wide: str
@@ -51,11 +51,11 @@ class Drawn:
 
 
 def write_chart(chart: Chart, folder: Path) -> Drawn:
-    """Write NAME.png, NAME.svg and NAME.csv."""
+    """Write NAME.png, NAME.svg and NAME.csv, and return the chart for the page."""
     with styled():
         wide = chart.draw(False)
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
-        wide.set_layout_engine("none")  # it is laid out
+        wide.set_layout_engine("none")  # keep the layout of the PNG
         svg, narrow = _svg(wide), _svg(chart.draw(True))
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
@@ -77,13 +77,11 @@ def _svg(figure: Figure) -> str:
 
 
 def inline(svg: str, prefix: str, alt: str) -> str:
-    """An SVG of matplotlib as an element of a page: it takes the page's font and text colour and the room it is given,
-    and shares no id with other figures."""
+    """An SVG of matplotlib as an element of a page: with the page's font, text colour and width, and unique ids."""
     body = svg[svg.index("<svg ") :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    # In a page, the rule for all elements would hold outside the figure as well; the page's style has it instead.
-    body = re.sub(r"<style [^>]*>.*?</style>", "", body, flags=re.DOTALL)
-    body = re.sub(r"<!--.*?-->\n?", "", body, flags=re.DOTALL)
+    # A style rule inside the SVG would apply to the whole page; the page's own style sheet contains it.
+    for unwanted in (r"<metadata>.*?</metadata>", r"<style [^>]*>.*?</style>", r"<!--.*?-->\n?"):
+        body = re.sub(unwanted, "", body, flags=re.DOTALL)
     body = re.sub(r'(?<= )id="', f'id="{prefix}-', body)
     body = body.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
     body = body.replace(INK, "currentColor")

@@ -1,4 +1,4 @@
-"""Charts of what runs recorded of their layers through training: input norms, α and row norms."""
+"""Charts of the values of each layer that runs record during training: input norms, α and row norms."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet
 
 @dataclass(frozen=True)
 class LayerHistory:
-    """Values of each layer that a run recorded, with its name in figures."""
+    """Values of each layer that a run recorded, and the name of the run in figures."""
 
     label: str
     architecture: str
@@ -34,17 +34,13 @@ class LayerHistory:
 
 
 def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
-    """The length of the residual stream as it enters each layer."""
+    """Length of the residual stream before each layer, during training."""
     title = "Input norm of each layer"
     runs = with_values(found, ["input_norm"])
     if not runs:
         return Absent(title, NOTHING)
     series = [(run.label, *values_of(run, "input_norm")) for run in runs]
-
-    def draw(narrow: bool) -> Figure:
-        columns = in_a_row(len(series))
-        return layer_panels(series, narrow, columns, ylabel="mean length of h", logarithmic=True, last="out")
-
+    options: dict[str, Any] = {"ylabel": "mean length of h", "logarithmic": True, "last": "out"}
     ends = [
         f"{name}: from {values[-1, 0]:.3g} into the first layer to {values[-1, -1]:.3g} after the last"
         for name, _, values in series
@@ -57,12 +53,12 @@ def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         alt=f"Line charts, one per architecture, at the end of training: {'; '.join(ends)}.",
         columns=("architecture", "run", "tokens", "layer", "input_norm"),
         rows=_layer_rows(runs, ["input_norm"]),
-        draw=draw,
+        draw=lambda narrow: layer_panels(series, narrow, in_a_row(len(series)), **options),
     )
 
 
 def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
-    """The interpolation weights of the architectures that have them."""
+    """Interpolation weights α of each layer, during training."""
     heading = "Interpolation weight α of each layer"
     runs = with_values(found, list(ALPHAS))
     if not runs:
@@ -74,11 +70,7 @@ def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
         for name, title in ALPHAS.items()
         if name in run.records[-1]
     ]
-    columns = 4 if max(len(title) for title, _, _ in series) <= 24 else 2  # so that titles do not run into each other
-
-    def draw(narrow: bool) -> Figure:
-        return layer_panels(series, narrow, columns, ylabel="mean of α", height=2.6)
-
+    columns = 4 if max(len(title) for title, _, _ in series) <= 24 else 2  # titles must not overlap
     ends = [f"{title}: {values[-1].min():.3g} to {values[-1].max():.3g}" for title, _, values in series]
     return Chart(
         name="alphas",
@@ -88,12 +80,12 @@ def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
         alt=f"Line charts. Range over layers at the end of training: {'; '.join(ends)}.",
         columns=("architecture", "run", "tokens", "layer", *ALPHAS),
         rows=_layer_rows(runs, list(ALPHAS)),
-        draw=draw,
+        draw=lambda narrow: layer_panels(series, narrow, columns, ylabel="mean of α", height=2.6),
     )
 
 
 def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
-    """The lengths of the rows of each group of matrices."""
+    """Row norms of each group of matrices, during training."""
     title = "Row norms of the parameter groups"
     runs = with_values(found, list(GROUPS))
     if not runs:
@@ -133,21 +125,18 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
 
 
 def with_values(found: Sequence[LayerHistory], names: Sequence[str]) -> list[LayerHistory]:
-    """The runs that recorded one of these values."""
+    """The runs that recorded at least one of these values."""
     return [run for run in found if run.records and any(name in run.records[-1] for name in names)]
 
 
 def in_a_row(panels: int) -> int:
-    """Four panels stand in one row, more or fewer in rows of three."""
+    """Number of panels per row: four panels fit in one row, other numbers are in rows of three."""
     return 4 if panels == 4 else 3
 
 
 def _which(runs: Sequence[LayerHistory]) -> str:
     budgets, seeds = sorted({run.budget for run in runs}), sorted({run.seed for run in runs})
-    return (
-        f"One run each: {' and '.join(quantity(b) for b in budgets)} tokens, "
-        f"seed {' and '.join(str(s) for s in seeds)}."
-    )
+    return f"One run each: {' and '.join(map(quantity, budgets))} tokens, seed {' and '.join(map(str, seeds))}."
 
 
 def values_of(run: LayerHistory, name: str) -> tuple[Values, Values]:
@@ -158,7 +147,7 @@ def values_of(run: LayerHistory, name: str) -> tuple[Values, Values]:
 
 
 def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row, ...]:
-    """One row per record and layer; what a model has once is in the row without a layer."""
+    """One row per record and layer, and a row without a layer for values outside the layers."""
     rows: list[Row] = []
     for run in runs:
         for record in run.records:
@@ -174,6 +163,7 @@ def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row
 
 
 def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
+    """Draw a line per layer, coloured by depth."""
     for layer in range(values.shape[1]):
         ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
 
@@ -189,7 +179,7 @@ def layer_panels(
     logarithmic: bool = False,
     last: str | None = None,
 ) -> Figure:
-    """A panel for each (title, tokens, values), with a line for each layer and a bar that tells the layers apart."""
+    """A panel for each (title, tokens, values), with a line per layer and a colour bar of the layers."""
     depth = max(values.shape[1] for _, _, values in series)
     figure, axes = panels(len(series), narrow, columns=columns, height=height, sharey=shared)
     for ax, (title, tokens, values) in zip(axes, series, strict=True):
@@ -203,13 +193,13 @@ def layer_panels(
 
 
 def layer_ticks(depth: int) -> list[int]:
-    """The layers that an axis labels: the first, the last, and up to eight between, none close to the last."""
+    """Layers to label on an axis: the first, the last, and up to eight between that are not too close to the last."""
     ticks = sorted({1, depth, *range(1, depth + 1, -(-depth // 8))})
     return [tick for tick in ticks if tick in (1, depth) or depth - tick >= depth / 10]
 
 
 def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
-    """Layers from 1; `out` stands for after the last."""
+    """Label the x axis with the layers, from 1; `out` adds a place after the last."""
     ticks = layer_ticks(layers + out)
     ax.set_xticks(ticks, ["out" if out and tick == layers + 1 else str(tick) for tick in ticks])
     ax.set_xlabel("layer")

@@ -1,4 +1,4 @@
-"""One look for every figure: a colour and a marker per architecture, and how panels are laid out."""
+"""The style of all figures: a colour and a marker per architecture, and the layout of panels."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from angpt.present.words import quantity
 
 DASHED: Any = (0, (4, 3))
 INK = "#16181d"
-"""Text and axes; in the page it becomes the colour of the page's text."""
+"""Colour of text and axes; in the page it is replaced by the page's text colour."""
 
 # All of these have a contrast of at least 3 on white and on the page's dark background.
 KNOWN = {"gpt+": "#a838e0", "ngpt": "#b58a16", "angpt": "#159a40"}
@@ -26,7 +26,7 @@ GROUPS = {
     "W_e": "#2176c7", "W_qkv": "#d55e00", "W_p": "#009090", "W_uz": "#d4508a", "W_d": "#7a8a00", "W_h": "#8c6d5a"
 }  # fmt: skip
 DEPTH = LinearSegmentedColormap.from_list("depth", ["#3b6fd4", "#9b5fc0", "#d0588c", "#d9741f"])
-"""Colours from the first layer to the last, of even contrast on white and on dark."""
+"""Colours from the first layer to the last, with similar contrast on light and dark backgrounds."""
 
 RC: dict[str, Any] = {
     "axes.edgecolor": INK,
@@ -53,7 +53,7 @@ RC: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "angpt",
     "text.color": INK,
-    "text.parse_math": False,  # a $ in a name is a $
+    "text.parse_math": False,  # names may contain $
     "xtick.color": INK,
     "xtick.labelsize": 8.5,
     "ytick.color": INK,
@@ -61,7 +61,7 @@ RC: dict[str, Any] = {
 }
 
 WIDE, NARROW = 9.6, 3.75
-"""Widths in inches: the page's column on a desk, and a phone."""
+"""Widths in inches: the column of the page on a desktop, and a phone."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +71,23 @@ class Look:
 
 
 def looks(architectures: Iterable[str]) -> dict[str, Look]:
-    """A look for each architecture, the same in every figure. The columns of Table 1 keep theirs in every study."""
-    found = {}
-    others = 0
-    for architecture in architectures:
-        if architecture in KNOWN:
-            number = list(KNOWN).index(architecture)
-            found[architecture] = Look(KNOWN[architecture], MARKERS[number])
-        else:
-            marker = MARKERS[(len(KNOWN) + others) % len(MARKERS)]
-            found[architecture] = Look(FURTHER[others % len(FURTHER)], marker)
-            others += 1
-    return found
+    """Colour and marker of each architecture. Those of Table 1 are the same in every study."""
+    names = list(dict.fromkeys(architectures))
+    found = {name: Look(color, marker) for (name, color), marker in zip(KNOWN.items(), MARKERS, strict=False)}
+    for i, name in enumerate(name for name in names if name not in KNOWN):
+        found[name] = Look(FURTHER[i % len(FURTHER)], MARKERS[(len(KNOWN) + i) % len(MARKERS)])
+    return {name: found[name] for name in names}
 
 
 def styled() -> Any:
-    """The context in which figures are made and written: nothing of a user's own matplotlib settings."""
+    """Context for drawing and writing figures, independent of the user's own matplotlib settings."""
     return matplotlib.style.context(RC, after_reset=True)
 
 
 def panels(
     count: int, narrow: bool, columns: int = 3, height: float = 2.9, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels, row by row, at most `columns` in a row; one below the other if narrow."""
+    """A figure with `count` panels in rows of at most `columns`, or in one column if narrow."""
     columns = 1 if narrow else min(columns, count)
     rows = -(-count // columns)
     width = NARROW if narrow else WIDE
@@ -118,12 +112,12 @@ def plain_log_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def log_ticks(low: float, high: float, digits: Sequence[float] = (1, 3), short: float = 300.0) -> LogLocator:
-    """Powers of ten, and on a short axis, where these would be too few, these digits in between."""
+    """Ticks at powers of ten, and at multiples by `digits` on an axis that spans less than a factor of `short`."""
     return LogLocator(subs=digits if high / low < short else (1,))
 
 
 def label_axis(axis: Axis, text: Callable[[float], str], ticks: Locator | Sequence[float] | None = None) -> None:
-    """Label an axis by a function of the value, at these ticks where given, and without minor ones."""
+    """Label an axis with `text` of each value, at the given ticks if any, without minor ticks."""
     if ticks is not None:
         axis.set_major_locator(ticks if isinstance(ticks, Locator) else FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
@@ -131,22 +125,22 @@ def label_axis(axis: Axis, text: Callable[[float], str], ticks: Locator | Sequen
 
 
 def reference(ax: Axes, vertical: bool = False) -> None:
-    """The dashed line at 1."""
+    """Draw a dashed line at 1."""
     (ax.axvline if vertical else ax.axhline)(1, color=INK, lw=0.8, ls=DASHED)
 
 
 def band(ax: Axes, x: Any, low: Any, high: Any, color: str) -> None:
-    """A pale area between two lines."""
+    """Draw a pale area between two lines."""
     ax.fill_between(x, low, high, color=color, alpha=0.15, lw=0, zorder=1)
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of the indices below `count`, evenly spaced, the first and the last included."""
+    """At most `most` of the indices below `count`, evenly spaced, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int)).tolist()
 
 
 def outer_labels(axes: list[Axes], narrow: bool) -> None:
-    """Label the axes at the left and at the bottom only, where panels stand in a grid and share them."""
+    """Label only the axes at the left and at the bottom of a grid of panels that share them."""
     spots = [ax.get_subplotspec() for ax in axes]
     places = {(s.rowspan.start, s.colspan.start) for s in spots if s is not None}
     for ax, spot in zip(axes, spots, strict=True):
@@ -161,7 +155,7 @@ def outer_labels(axes: list[Axes], narrow: bool) -> None:
 
 
 def fold_legend(figure: Figure, axes: Axes, narrow: bool) -> None:
-    """One legend for all panels, above them, in as many columns as there is room for."""
+    """One legend above all panels, in as many columns as fit."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
         room = int((NARROW if narrow else WIDE) / (0.6 + 0.085 * max(map(len, names))))

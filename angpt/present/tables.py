@@ -1,4 +1,4 @@
-"""One form of table for the terminal and for Markdown."""
+"""Tables for the terminal and for Markdown."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 BAR = r"\|"
-"""A bar inside a cell of Markdown."""
+"""A vertical bar inside a Markdown cell."""
 
 
 class Strong(str):
-    """A cell that stands out."""
+    """A cell in bold."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """A heading and rows of text."""
+    """Column headings and rows of text."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -29,9 +29,9 @@ class Table:
     note: str = ""
     """Printed below the table."""
     left: Sequence[int] = (0,)
-    """Columns that are aligned to the left; all others to the right."""
+    """Indices of the columns aligned to the left; the others are aligned to the right."""
     prose: bool = False
-    """The cells are sentences: the terminal breaks their lines, and keeps rows apart by an empty line."""
+    """True if cells are sentences: the terminal wraps them and separates rows by an empty line."""
     name: str = ""
 
     def rich(self) -> "RichTable":
@@ -70,7 +70,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def show(console: "Console", *tables: Table) -> None:
-    """Print tables, each line whole: a terminal breaks long lines better than a table its cells."""
+    """Print tables without wrapping cells, except in tables of prose; the terminal wraps lines that are too long."""
     from rich.console import Console
 
     made = [table.rich() for table in tables]

@@ -1,16 +1,16 @@
-"""Numbers as people read them. Every number of the page is written here, so that equal values look equal."""
+"""Numbers as text. Every number of the page is formatted here, so that equal values look equal."""
 
 from collections.abc import Callable, Sequence
 
 from angpt.stats import Interval
 
 NONE = "–"
-"""In place of a number that does not exist."""
+"""Text for a missing number."""
 LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
 
 def label(architecture: str) -> str:
-    """The name of an architecture in text: `angpt/no-lerp` is anGPT no-lerp."""
+    """Name of an architecture in text: `angpt/no-lerp` is anGPT no-lerp."""
     family, _, variant = architecture.partition("/")
     return f"{LABELS.get(family, family)} {variant}".strip()
 
@@ -33,6 +33,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
+    """A fraction in per cent: 0.125 is 12.5 %."""
     return NONE if value is None else f"{100 * value:.{digits}f} %"
 
 
@@ -46,6 +47,7 @@ def span(values: Sequence[float | None], form: Callable[[float], str] = number, 
 
 
 def duration(seconds: float) -> str:
+    """Seconds as hours, minutes or seconds: 2.5 h, 3.0 min, 90.0 s."""
     for size, unit in ((3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
@@ -53,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def interval(value: Interval, digits: int) -> str:
-    """The mean and half the width of its interval: 3.543 ± 0.025; the mean alone without an interval."""
+    """Mean and half width of its interval, 3.543 ± 0.025, or the mean alone if there is no interval."""
     mean = f"{value.mean:.{digits}f}"
     if value.low is None or value.high is None:
         return mean
@@ -61,7 +63,7 @@ def interval(value: Interval, digits: int) -> str:
 
 
 def bracketed(value: Interval, form: str, unit: str = "") -> str:
-    """An estimate with its interval: 0.466 [0.451, 0.480]; the estimate alone without an interval."""
+    """Estimate and interval, 0.466 [0.451, 0.480], or the estimate alone if there is no interval."""
     text = f"{value.mean:{form}}{unit}"
     if value.low is not None and value.high is not None:
         text += f" [{value.low:{form}}, {value.high:{form}}]"
@@ -69,12 +71,12 @@ def bracketed(value: Interval, form: str, unit: str = "") -> str:
 
 
 def speedup(value: float, low: float | None = None, high: float | None = None, relation: str = "=") -> str:
-    """1.42× [1.31, 1.55]; where only a bound is known, > 1.80×."""
+    """A speedup and its interval, 1.42× [1.31, 1.55], or a bound, > 1.80×."""
     return ("" if relation == "=" else f"{relation} ") + bracketed(Interval(value, low, high), ".2f", "×")
 
 
 def overhead(value: Interval, digits: int = 1) -> str:
-    """A part of the baseline's value (step time, loss) in per cent: +3.1 % ± 0.4 %."""
+    """Change relative to the baseline in per cent: +3.1 % ± 0.4 %."""
     text = f"{100 * value.mean:+.{digits}f} %".replace("-", "−")
     if value.low is None or value.high is None:
         return text
@@ -82,14 +84,15 @@ def overhead(value: Interval, digits: int = 1) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """a, b and c."""
+    """The words joined as in a sentence: a, b and c."""
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def tied(text: str) -> str:
-    """No line ends between a number and its per cent sign."""
+    """The text with a non-breaking space before each per cent sign."""
     return text.replace(" %", "\u00a0%")
 
 
 def plural(count: int, noun: str) -> str:
+    """A count with its noun: 1 run, 2 runs."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
