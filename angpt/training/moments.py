@@ -35,7 +35,7 @@ class MomentRecorder:
     @torch.no_grad()
     def note(self, step: int) -> None:
         """Call after every step (from 1); the first one and every interval are recorded."""
-        if step == 1 or step % self.every == 0:
+        if self.moments and (step == 1 or step % self.every == 0):
             moments = map(self.whole, self.moments)
             self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
 
