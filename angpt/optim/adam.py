@@ -1,7 +1,4 @@
-"""Adam with clipping, decay, the constraint of each parameter, and its low-precision copy.
-
-A parameter may have a copy in low precision, which the model computes with and which receives the gradient.
-"""
+"""Adam with clipping, decay, the constraint of each parameter, and its low-precision copy."""
 
 import copy
 import dataclasses
@@ -28,6 +25,7 @@ class ParameterState:
     weight: Tensor
     """The rows of the parameter that this process holds."""
     copy: Tensor | None
+    """Copy in low precision, which the model computes with and which receives the gradient."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     decay: float

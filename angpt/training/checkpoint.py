@@ -62,10 +62,7 @@ class State:
 
 
 class Writer(AbstractContextManager["Writer"]):
-    """Writes the checkpoints of all ranks into one folder, one at a time, in a background thread.
-
-    Used in a `with` block, which ends when the last checkpoint is complete.
-    """
+    """Writes the checkpoints of all ranks in a background thread; its `with` block ends when they are complete."""
 
     def __init__(self, strategy: Strategy, folder: Path, keep: int) -> None:
         """`keep`: how many of the newest checkpoints stay."""
@@ -120,15 +117,14 @@ class Writer(AbstractContextManager["Writer"]):
 
     def _on_all(self, act: Callable[[], T]) -> list[T]:
         """What `act` returns on each rank; an error on all ranks if it fails on any."""
-        answer: Any = None
-        problem: str | None = None
+        result: tuple[Any, str]
         try:
-            answer = act()
+            result = act(), ""
         except Exception as error:
-            problem = "the disk is full" if "No space left" in str(error) else str(error) or repr(error)
-        answers = self.strategy.exchange((answer, problem))
+            result = None, "the disk is full" if "No space left" in str(error) else str(error) or repr(error)
+        answers: list[tuple[Any, str]] = self.strategy.exchange(result)
         for rank, (_, problem) in enumerate(answers):
-            if problem is not None:
+            if problem:
                 raise RuntimeError(f"rank {rank}: {problem}" if len(answers) > 1 else problem)
         return [answer for answer, _ in answers]
 

@@ -87,11 +87,11 @@ class Engine:
         return loss.detach()
 
     def launch_bound(self, batch: Batch) -> bool:
-        """True if launching kernels takes over half of the time of a pass over this batch, so that a CUDA graph pays.
+        """True if launching kernels takes over half of the time of a second pass, so that a CUDA graph pays.
 
-        Call after a first pass; gradients are dropped. Never true for document masks, which are untested in graphs.
+        Gradients are dropped.
         """
-        if not self.recordable or batch.documents is not None:
+        if not self.recordable or batch.documents is not None:  # document masks are untested in graphs
             return False
         with torch.cuda.device(self.device), attention_backends():
             return launch_bound(lambda: self.run(batch), self.compute)

@@ -78,13 +78,12 @@ def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporte
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
     """Raise an error if settings differ that would change the numbers of a run."""
-    if not (changed := differences(stored, wanted, RESUME_SETTINGS)):
-        return
-    why = " (another budget changes the learning rate of every step)" if stored.tokens != wanted.tokens else ""
-    raise UserError(
-        f"{folder}: a run cannot be resumed with other values of {', '.join(changed)}{why}; "
-        f"start a new run with --config {folder / 'config.toml'} and the change"
-    )
+    if changed := differences(stored, wanted, RESUME_SETTINGS):
+        why = " (another budget changes the learning rate of every step)" if "tokens" in changed else ""
+        raise UserError(
+            f"{folder}: a run cannot be resumed with other values of {', '.join(changed)}{why}; "
+            f"start a new run with --config {folder / 'config.toml'} and the change"
+        )
 
 
 def check(plan: Plan) -> Data:

@@ -1,7 +1,6 @@
-"""The variance of Adam's first moment, recorded during training: how much the direction of the updates changes.
+"""The variance V(m_t) of Adam's first moment over the entries of each matrix, recorded during training.
 
-V(m_t) is the variance over the entries of one matrix. `angpt.analysis.moments` computes what the paper plots, the share
-of each step in the sum over all steps.
+`angpt.analysis.moments` computes what the paper plots, the share of each step in the sum over all steps.
 """
 
 import math

@@ -66,7 +66,7 @@ class Strategy(Shards, AbstractContextManager["Strategy"]):
 
     @abstractmethod
     def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
-        """Move a model to the device and shard it; return the model that computes with matrices in `dtype`.
+        """Move a model to the device and shard it; return the model that computes, with matrices in `dtype`.
 
         `wide_reduce`: sum bf16 gradients over ranks in fp32.
         """

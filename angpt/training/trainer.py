@@ -85,9 +85,9 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """Entries of a checkpoint's state that stay the same in a run."""
-        data, architecture = self.train_data, self.config.model.architecture
+        data = self.train_data
         fingerprints = {"data_fingerprint": data.fingerprint, "tokenizer_fingerprint": data.tokenizer_fingerprint}
-        return {"architecture": architecture, **fingerprints}
+        return {"architecture": self.config.model.architecture, **fingerprints}
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's shards of the parameters and moments, and the state of the random number generator."""
