@@ -1,13 +1,7 @@
-"""Adam with clipping, decay, the constraint of each parameter, and its low-precision copy.
-
-A parameter may have a copy in low precision, which the model computes with and which receives the gradient. The rows
-of a matrix may be sharded over processes; see `Shards`.
-"""
+"""Adam with clipping, decay, the constraint of each parameter, and its low-precision copy."""
 
 import copy
 import dataclasses
-import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +25,7 @@ class ParameterState:
     weight: Tensor
     """The rows of the parameter that this process holds."""
     copy: Tensor | None
+    """Copy in low precision, which the model computes with and which receives the gradient."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     decay: float
@@ -59,10 +54,7 @@ UNSHARDED = Shards()
 
 
 class Adam:
-    """Adam on named parameters: matrices may decay, and constraints hold after each step.
-
-    The caller counts the steps.
-    """
+    """Adam on named parameters: matrices may decay, constraints hold after each step, the caller counts steps."""
 
     def __init__(
         self,
@@ -113,14 +105,13 @@ class Adam:
 
     def gradients(self) -> list[Tensor]:
         """The gradient of the rows of each parameter: that of its copy, unless passes were summed in fp32."""
-        return [self._gradient(state) for state in self.states]
-
-    def _gradient(self, state: ParameterState) -> Tensor:
-        holder = state.parameter if state.copy is None or state.parameter.grad is not None else state.copy
-        if holder.grad is None:
-            return torch.zeros_like(self.shards.local(holder))
-        g = self.shards.local(holder.grad).contiguous()
-        return g.clone() if g.data_ptr() % ALIGNMENT else g  # a view of a larger buffer may not be aligned
+        found = []
+        for state in self.states:
+            holder = state.parameter if state.copy is None or state.parameter.grad is not None else state.copy
+            g = torch.zeros_like(holder) if holder.grad is None else holder.grad
+            g = self.shards.local(g).contiguous()
+            found.append(g.clone() if g.data_ptr() % ALIGNMENT else g)  # a view of a buffer may not be aligned
+        return found
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together, on all processes."""
@@ -143,10 +134,7 @@ class Adam:
 
     @torch.no_grad()
     def compile_kernels(self, gathered: bool) -> None:
-        """Compile the kernels before the first step, by a step on zeros of each shape.
-
-        `gathered`: gradients come in fp32, as a sum over passes.
-        """
+        """Compile the kernels by a step on zeros of each shape. `gathered`: gradients are sums over passes, in fp32."""
         shapes = {(s.weight.shape, s.constraint): s for s in self.states if adam_.applies([s])}
         trial = copy.copy(self)
         trial.spread, trial.states = [], []
@@ -154,8 +142,7 @@ class Adam:
             weight, m, v = (torch.zeros_like(state.weight) for _ in range(3))
             low = None if state.copy is None else torch.zeros_like(state.copy)
             trial.states.append(dataclasses.replace(state, weight=weight, copy=low, exp_avg=m, exp_avg_sq=v))
-        gradients = [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]
-        if gradients:
+        if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
 
     def zero_grad(self) -> None:
@@ -173,8 +160,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 def total_square(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of the squares of all elements; 0 for no tensors."""
-    sums = [square_sum(*group) for group in by_form(square_sum, tensors)]
-    return functools.reduce(operator.add, sums) if sums else torch.zeros(())
+    first, *rest = [square_sum(*group) for group in by_form(square_sum, tensors)] or [torch.zeros(())]
+    return sum(rest, first)
 
 
 def by_form(op: Operation[..., Any], *lists: Sequence[Any]) -> Iterator[list[list[Any]]]:

@@ -10,10 +10,10 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -61,11 +61,8 @@ class State:
         return self.sha256.get(MODEL) or hashlib.sha256(json.dumps(self.sha256, sort_keys=True).encode()).hexdigest()
 
 
-class Writer:
-    """Writes the checkpoints of all ranks into a folder that they share, one at a time, in a background thread.
-
-    Used in a `with` block, which ends when the last checkpoint is complete.
-    """
+class Writer(AbstractContextManager["Writer"]):
+    """Writes the checkpoints of all ranks in a background thread; its `with` block ends when they are complete."""
 
     def __init__(self, strategy: Strategy, folder: Path, keep: int) -> None:
         """`keep`: how many of the newest checkpoints stay."""
@@ -90,9 +87,6 @@ class Writer:
         if self.error is not None:
             raise self.error
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.finish()
@@ -107,7 +101,7 @@ class Writer:
 
     def _write(self, tensors: Mapping[str, Shard], state: State) -> None:
         rank, main, writers = self.strategy.rank, self.strategy.main, self.strategy.writers
-        part, target = self.folder / f"{PART}{state.step:09d}", self.folder / step_name(state.step)
+        part, target = (self.folder / f"{prefix}{state.step:09d}" for prefix in (PART, PREFIX))
         try:
             self._on_all(lambda: begin(part) if main else None)
             written = self._on_all(lambda: write_files(part, tensors, rank, writers))
@@ -123,15 +117,14 @@ class Writer:
 
     def _on_all(self, act: Callable[[], T]) -> list[T]:
         """What `act` returns on each rank; an error on all ranks if it fails on any."""
-        answer: Any = None
-        problem: str | None = None
+        result: tuple[Any, str]
         try:
-            answer = act()
+            result = act(), ""
         except Exception as error:
-            problem = "the disk is full" if "No space left" in str(error) else str(error) or repr(error)
-        answers = self.strategy.exchange((answer, problem))
+            result = None, "the disk is full" if "No space left" in str(error) else str(error) or repr(error)
+        answers: list[tuple[Any, str]] = self.strategy.exchange(result)
         for rank, (_, problem) in enumerate(answers):
-            if problem is not None:
+            if problem:
                 raise RuntimeError(f"rank {rank}: {problem}" if len(answers) > 1 else problem)
         return [answer for answer, _ in answers]
 
@@ -141,17 +134,13 @@ def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tens
     strategy = SingleProcess()
     with Writer(strategy, folder, keep) as writer:
         writer.save({name: strategy.shard(t) for name, t in {**model, **optimizer}.items()}, state)
-    return folder / step_name(state.step)
-
-
-def step_name(step: int) -> str:
-    """Name of the checkpoint of a step; names sort by step."""
-    return f"{PREFIX}{step:09d}"
+    return found(folder)[-1]
 
 
 def begin(part: Path) -> None:
     """Make an empty folder for a checkpoint, which does not count until it is complete."""
-    _remove_unfinished(part.parent)
+    for path in part.parent.glob(f"{PART}*"):
+        shutil.rmtree(path)
     part.mkdir(parents=True)
 
 
@@ -172,17 +161,18 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
 
 
 def complete(part: Path, target: Path, state: State, keep: int) -> None:
-    """Give a checkpoint its state and its name, and remove all but the newest `keep`."""
+    """Write the state of a checkpoint, give it its name, and remove all but the newest `keep`."""
     write_atomically(part / STATE, json.dumps(asdict(state), indent=1) + "\n")
     sync(part)
+    old = part.with_name(f"{part.name}-old")
     if target.exists():  # a damaged one, or the run would have continued from it
-        target.rename(part.with_name(f"{part.name}-old"))
+        target.rename(old)
     part.rename(target)
     sync(target.parent)
     ahead = [path for path in found(target.parent) if path.name > target.name]  # damaged, too
     for path in [*found(target.parent)[: -keep - len(ahead)], *ahead]:
         shutil.rmtree(path)
-    _remove_unfinished(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def found(folder: Path) -> list[Path]:
@@ -271,11 +261,6 @@ def load_model(path: Path) -> dict[str, Tensor]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _remove_unfinished(folder: Path) -> None:
-    for path in folder.glob(f"{PART}*"):
-        shutil.rmtree(path)
 
 
 def _of_optimizer(name: str) -> bool:

@@ -87,11 +87,11 @@ class Engine:
         return loss.detach()
 
     def launch_bound(self, batch: Batch) -> bool:
-        """True if launching kernels takes over half of the time of a pass over this batch, so that a CUDA graph pays.
+        """True if launching kernels takes over half of the time of a second pass, so that a CUDA graph pays.
 
-        Call after a first pass; gradients are dropped. Never true for document masks, which are untested in graphs.
+        Gradients are dropped.
         """
-        if not self.recordable or batch.documents is not None:
+        if not self.recordable or batch.documents is not None:  # document masks are untested in graphs
             return False
         with torch.cuda.device(self.device), attention_backends():
             return launch_bound(lambda: self.run(batch), self.compute)
@@ -145,23 +145,17 @@ class Engine:
 
 
 def recompute_blocks(model: Decoder, compiled: bool) -> None:
-    """Keep only the input of each block, and compute the rest again in the backward pass.
-
-    Blocks are compiled inside `checkpoint`, because the compiler does not look into it.
-    """
-    for block in model.blocks:
+    """Keep only the input of each block, and compute the rest again in the backward pass."""
+    for block in model.blocks:  # compiled inside `checkpoint`, because the compiler does not look into it
         forward = torch.compile(block.forward, **compiler_options(model)) if compiled else block.forward
         block.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_parts(model: Decoder, blocks: bool) -> None:
-    """Compile one block for all layers, and the norm before the head, which is faster than compiling the whole model.
-
-    Embedding and head are one product each, and are not compiled.
-    """
+    """Compile one block for all layers, and the norm before the head: faster than compiling the whole model."""
     options = compiler_options(model)
     for part in (*(model.blocks if blocks else ()), *model.children()):
-        if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):
+        if not isinstance(part, nn.Embedding | nn.Linear | nn.ModuleList | LearnedScale):  # one product each
             part.compile(**options)
 
 

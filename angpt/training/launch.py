@@ -27,10 +27,7 @@ Data = tuple[TokenData, TokenData]
 
 
 def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
-    """Train a new run into the folder `out`.
-
-    `again`: if the folder exists, continue its run. So do processes that their launcher has restarted.
-    """
+    """Train a new run into the folder `out`; with `again`, or after a restart by the launcher, continue its run."""
     with launched(config) as (plan, data, strategy):
         if (again or restarted()) and strategy.share(out.exists):
             return proceed(config, plan, data, Run.open(out), reporter, strategy)
@@ -40,10 +37,7 @@ def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = Fals
 
 
 def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> Summary:
-    """Continue a run from its last good checkpoint; a run that has ended stays as it is.
-
-    `config`: settings that replace those of the run, as far as `config.RESUME_SETTINGS` allows.
-    """
+    """Continue a run, with other `config.RESUME_SETTINGS` if a configuration is given; an ended run stays as it is."""
     run = Run.open(out)
     config = config or run.config()
     with launched(config) as (plan, data, strategy):
@@ -84,13 +78,12 @@ def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporte
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
     """Raise an error if settings differ that would change the numbers of a run."""
-    if not (changed := differences(stored, wanted, RESUME_SETTINGS)):
-        return
-    why = " (another budget changes the learning rate of every step)" if stored.tokens != wanted.tokens else ""
-    raise UserError(
-        f"{folder}: a run cannot be resumed with other values of {', '.join(changed)}{why}; "
-        f"start a new run with --config {folder / 'config.toml'} and the change"
-    )
+    if changed := differences(stored, wanted, RESUME_SETTINGS):
+        why = " (another budget changes the learning rate of every step)" if "tokens" in changed else ""
+        raise UserError(
+            f"{folder}: a run cannot be resumed with other values of {', '.join(changed)}{why}; "
+            f"start a new run with --config {folder / 'config.toml'} and the change"
+        )
 
 
 def check(plan: Plan) -> Data:

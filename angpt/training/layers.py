@@ -14,9 +14,8 @@ from angpt.training.strategy import Strategy
 def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[str, Any]:
     """Scalars by name: a list over layers, or a number for what the model has once.
 
-    `input_norm`: mean length of the residual stream before each layer and after the last. For each learned scale its
-    mean (for α, whose entries may have either sign, also their mean size), for each matrix the mean length of its rows,
-    for each γ its length.
+    `input_norm`: mean length of the residual stream before each layer and after the last. Learned scales: mean (for α,
+    whose entries may have either sign, also mean size); matrices: mean length of rows; γ: length.
     """
     lengths = model.input_lengths(tokens)
     rows: dict[str, list[Tensor]] = {}

@@ -1,7 +1,6 @@
-"""The variance of Adam's first moment, recorded during training: how much the direction of the updates changes.
+"""The variance V(m_t) of Adam's first moment over the entries of each matrix, recorded during training.
 
-V(m_t) is the variance over the entries of one matrix. `angpt.analysis.moments` computes what the paper plots, the share
-of each step in the sum over all steps.
+`angpt.analysis.moments` computes what the paper plots, the share of each step in the sum over all steps.
 """
 
 import math
@@ -35,7 +34,7 @@ class MomentRecorder:
     @torch.no_grad()
     def note(self, step: int) -> None:
         """Call after every step (from 1); the first one and every interval are recorded."""
-        if step == 1 or step % self.every == 0:
+        if self.moments and (step == 1 or step % self.every == 0):
             moments = map(self.whole, self.moments)
             self.pending.append((step, torch.stack([m.float().var(correction=0) for m in moments])))
 

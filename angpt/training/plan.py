@@ -69,12 +69,10 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the model."""
         return count(self.config.model)[0]
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token."""
         return count(self.config.model)[1]
 
     @property
@@ -109,12 +107,10 @@ class Plan:
 
     @property
     def peak_lr(self) -> float:
-        """The largest learning rate."""
         return given(self.config.optimizer.lr)
 
     @property
     def device(self) -> torch.device:
-        """Device of the run."""
         return torch.device(self.config.device)
 
     @property
@@ -157,7 +153,7 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Resolve the settings that are open, for a run on a number of processes."""
     device, (parameters, _), context = choose_device(cfg.device), count(cfg.model), cfg.model.context
-    rule, optimizer = rule_for(cfg.model.architecture), cfg.optimizer
+    rule = rule_for(cfg.model.architecture)
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
     if batch_tokens % context:
         raise UserError(f"batch_tokens = {batch_tokens:,} is no multiple of model.context = {context:,}")
@@ -175,26 +171,23 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     budget = parse_budget(cfg.tokens, parameters)
     steps = max(1, round(budget / batch_tokens))
-    resolved = dataclasses.replace(
-        cfg,
-        optimizer=dataclasses.replace(
-            optimizer,
-            lr=optimizer.lr or rule.lr_at(parameters),
-            weight_decay=rule.weight_decay if optimizer.weight_decay is None else optimizer.weight_decay,
-            warmup=rule.warmup if optimizer.warmup is None else optimizer.warmup,
-        ),
-        tokens=str(budget),
+    on_gpu, tenth = device.type == "cuda", math.ceil(steps / 10)
+    rates = {"lr": rule.lr_at(parameters), "weight_decay": rule.weight_decay, "warmup": rule.warmup}
+    optimizer = _filled(cfg.optimizer, **rates)
+    resolved = _filled(
+        dataclasses.replace(cfg, optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch),
         batch_tokens=batch_tokens,
-        micro_batch=micro_batch,
-        device="cuda" if device.type == "cuda" else "cpu",
-        precision=_auto(cfg.precision, device, "bf16", "fp32"),
-        compile=_auto(cfg.compile, device, "on", "off"),
-        eval_every=cfg.eval_every or math.ceil(steps / 10),
-        layers_every=math.ceil(steps / 50) if cfg.layers_every is None else cfg.layers_every,
-        checkpoint_every=cfg.checkpoint_every or math.ceil(steps / 10),
+        device=device.type,
+        precision="bf16" if on_gpu else "fp32",
+        compile="on" if on_gpu else "off",
+        eval_every=tenth,
+        layers_every=math.ceil(steps / 50),
+        checkpoint_every=tenth,
     )
     return Plan(resolved, ranks)
 
 
-def _auto(choice: str, device: torch.device, on_gpu: str, on_cpu: str) -> Any:
-    return choice if choice != "auto" else on_gpu if device.type == "cuda" else on_cpu
+def _filled(config: T, **defaults: Any) -> T:
+    """The configuration with these values for settings that are None or "auto"."""
+    opened = {name: value for name, value in defaults.items() if getattr(config, name) in (None, "auto")}
+    return dataclasses.replace(config, **opened)  # type: ignore[type-var]

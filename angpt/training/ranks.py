@@ -34,13 +34,10 @@ def launched_rank() -> int:
 
 
 def _number(name: str) -> int:
-    try:
-        return int(os.environ.get(name, ""))
-    except ValueError as error:
-        value = os.environ.get(name)
-        raise UserError(
-            f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset it"
-        ) from error
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise UserError(f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset RANK")
+    return int(value)
 
 
 def restarted() -> bool:
@@ -51,6 +48,7 @@ def restarted() -> bool:
 
 def join(device: torch.device, timeout: float) -> Any:
     """Connect this process with the others of the launch; return a store that only this attempt uses."""
+    options: dict[str, Any] = {"backend": "gloo"}
     rank, size = launched_rank(), launched_ranks()
     if device.type == "cuda":
         here = int(os.environ.get("LOCAL_RANK", "0"))
@@ -60,18 +58,13 @@ def join(device: torch.device, timeout: float) -> Any:
                 "start as many processes per machine as it has GPUs"
             )
         torch.cuda.set_device(here)
+        options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", here)}
     wait = timedelta(seconds=timeout + MARGIN_SECONDS)
     try:
         store, _, _ = next(rendezvous("env://", timeout=wait))
         store = PrefixStore(name_attempt(store, rank, size, timeout), store)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("ranks", store),
-            rank=rank,
-            world_size=size,
-            timeout=wait,
-            device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
-        )
+        options |= {"store": PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": wait}
+        dist.init_process_group(**options)
     except (RuntimeError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
@@ -119,10 +112,10 @@ def log_to(path: Path) -> Iterator[None]:
     """Append the output of this process, also that of libraries, to a file."""
     path.parent.mkdir(exist_ok=True)
     before = [os.dup(number) for number in (1, 2)]
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
-        for number in (1, 2):
-            os.dup2(log, number)
+        with path.open("ab") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -130,4 +123,3 @@ def log_to(path: Path) -> Iterator[None]:
         for number, handle in enumerate(before, start=1):
             os.dup2(handle, number)
             os.close(handle)
-        os.close(log)

@@ -78,16 +78,12 @@ class RunRecord:
 
 def newest_values(folder: Path) -> dict[str, Any]:
     """The newest value of each quantity in metrics.jsonl, from the end of the file; empty for a run without one."""
-    path = Run(folder).metrics
-    if not path.exists():
-        return {}
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().split(b"\n")
     merged: dict[str, Any] = {}
-    for line in lines[:-1]:
-        with suppress(ValueError):  # the first may begin in the middle
-            merged |= json.loads(line)
+    with suppress(FileNotFoundError), Run(folder).metrics.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        for line in file.read().split(b"\n")[:-1]:
+            with suppress(ValueError):  # the first may begin in the middle
+                merged |= json.loads(line)
     return merged
 
 

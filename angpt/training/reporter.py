@@ -32,14 +32,9 @@ class TerminalReporter(Reporter):
     """A progress bar with losses, speed and the time left."""
 
     def __init__(self, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
+        name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        columns = (name, BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
+        self.progress = Progress(*columns, console=console)
         self.figures = dict.fromkeys(("loss", "val", "speed"), "")
 
     def start(self, plan: Plan, step: int) -> None:

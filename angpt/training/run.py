@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -105,12 +105,8 @@ class Run:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The records of metrics.jsonl; a last line that a killed process left incomplete is skipped."""
-        if not self.metrics.exists():
-            return
-        with self.metrics.open(encoding="utf-8") as file:
-            for line in file:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        with suppress(FileNotFoundError), self.metrics.open(encoding="utf-8") as file:
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -124,11 +120,9 @@ class Run:
 
     def busy(self) -> bool:
         """True if a process trains in this folder."""
-        try:
-            with (self.path / ".lock").open("r") as file:
-                return not _take(file, fcntl.LOCK_SH)
-        except FileNotFoundError:
-            return False
+        with suppress(FileNotFoundError), (self.path / ".lock").open("r") as file:
+            return not _take(file, fcntl.LOCK_SH)
+        return False
 
 
 def _take(file: IO[str], kind: int) -> bool:

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,37 +56,18 @@ class MetricsFile(Sink):
         self.file.close()
 
 
-class TensorBoard(Sink):
-    """Writes event files; what an interrupted process wrote after `step` is hidden."""
+class Copies(Sink):
+    """Sends the numbers of each record to another tool by `log(name, value, step)`."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1)
+    def __init__(self, log: Callable[[str, float, int], object], end: Callable[[], object]) -> None:
+        self.log, self.end = log, end
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in scalars(record).items():
-            self.writer.add_scalar(name, value, record["step"])
+            self.log(name, value, record["step"])
 
     def close(self) -> None:
-        self.writer.close()
-
-
-class WandB(Sink):
-    """Sends records to Weights & Biases. A run folder has one identity there, also when it is resumed."""
-
-    def __init__(self, run: Path, config: TrainConfig) -> None:
-        import wandb
-
-        identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
-        options: dict[str, Any] = {"name": run.name, "id": identity, "dir": run, "config": asdict(config)}
-        self.run = wandb.init(project="angpt", resume="allow", **options)
-
-    def write(self, record: dict[str, Any]) -> None:
-        self.run.log(scalars(record), step=record["step"])
-
-    def close(self) -> None:
-        self.run.finish()
+        self.end()
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
@@ -107,8 +89,20 @@ def check_sinks(config: TrainConfig) -> None:
 
 def sinks_for(config: TrainConfig, run: Path, step: int) -> list[Sink]:
     """The sinks that the configuration asks for beside metrics.jsonl; `step`: steps already done."""
-    tensorboard: list[Sink] = [TensorBoard(run / "tensorboard", step)] if config.tensorboard else []
-    return [*tensorboard, *([WandB(run, config)] if config.wandb else [])]
+    found: list[Sink] = []
+    if config.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)  # hides steps that are repeated
+        found.append(Copies(writer.add_scalar, writer.close))
+    if config.wandb:
+        import wandb
+
+        identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]  # the same when resumed
+        options: dict[str, Any] = {"name": run.name, "id": identity, "dir": run, "config": asdict(config)}
+        session = wandb.init(project="angpt", resume="allow", **options)
+        found.append(Copies(lambda name, value, step: session.log({name: value}, step=step), session.finish))
+    return found
 
 
 def _finite(value: Any) -> Any:

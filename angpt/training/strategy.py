@@ -1,18 +1,17 @@
 """How the processes of a run share its work: one process, DDP or FSDP, with one interface for trainer and engine.
 
-The launcher (torchrun, or a SLURM job) gives each process its rank in environment variables; without them there is one
-process. DDP: every rank has the whole model, and gradients are averaged during the backward pass. FSDP: the rows of
-each matrix are sharded over the ranks, with their gradients and moments, and gathered block by block to compute
-(`fully_shard`). Vectors are small; every rank has all of them, in fp32.
+A launcher (torchrun, or a SLURM job) gives each process its rank in environment variables; without them there is one
+process. With FSDP, matrices are gathered block by block to compute, and every rank has all vectors, in fp32.
 """
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,11 +50,8 @@ class Shard:
         return replace(self, rows=rows, shape=(*self.shape[:1], *rows.shape[1:]))
 
 
-class Strategy(Shards, ABC):
-    """How the processes of a run share its work. Used in a `with` block, which ends the connection.
-
-    The default methods are those of a single process.
-    """
+class Strategy(Shards, AbstractContextManager["Strategy"]):
+    """How processes share the work of a run. Used in a `with` block; default methods are those of one process."""
 
     rank, size = 0, 1
     writers = 1
@@ -70,7 +66,7 @@ class Strategy(Shards, ABC):
 
     @abstractmethod
     def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
-        """Move a model to the device and shard it; return the model that computes with matrices in `dtype`.
+        """Move a model to the device and shard it; return the model that computes, with matrices in `dtype`.
 
         `wide_reduce`: sum bf16 gradients over ranks in fp32.
         """
@@ -106,7 +102,7 @@ class Strategy(Shards, ABC):
         return [value]
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
-        """Raise an error that names the rank if ranks that hold the same rows differ in a bit."""
+        """Raise an error that names the rank if ranks that hold the same rows (fp32) differ in a bit."""
 
     def environment(self) -> dict[str, str]:
         """Entries about the ranks in the summary of a run."""
@@ -114,9 +110,6 @@ class Strategy(Shards, ABC):
 
     def beat(self, step: int) -> None:
         """Heartbeat: the loop of this rank has reached a step."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """End the connection with the other ranks."""
@@ -139,7 +132,6 @@ class SingleProcess(Strategy):
 class Distributed(Strategy):
     """One rank of several: what DDP and FSDP have in common."""
 
-    name: str
     reducer: GradientReducer
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -187,7 +179,8 @@ class Distributed(Strategy):
         return values
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
-        sums = torch.stack([checksum(shard.rows) for shard in tensors.values()]).cpu()
+        bits = (shard.rows.contiguous().view(torch.int32) for shard in tensors.values())
+        sums = torch.stack([b.sum(dtype=torch.int64) for b in bits]).cpu()  # change with every single bit
         found = torch.stack((sums, torch.tensor([shard.first_row for shard in tensors.values()])), dim=1)
         gathered = [torch.empty_like(found) for _ in range(self.size)]
         dist.all_gather(gathered, found)
@@ -203,7 +196,7 @@ class Distributed(Strategy):
                     )
 
     def environment(self) -> dict[str, str]:
-        return {"ranks": str(self.size), "parallel": self.name}
+        return {"ranks": str(self.size), "parallel": type(self).__name__.lower()}
 
     def beat(self, step: int) -> None:
         self.watchdog.beat(step)
@@ -211,8 +204,6 @@ class Distributed(Strategy):
 
 class DDP(Distributed):
     """Every rank has the whole model; gradients are averaged during the backward pass."""
-
-    name = "ddp"
 
     def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
         compute = low_precision(model.to(self.device), dtype)
@@ -225,7 +216,6 @@ class DDP(Distributed):
 class FSDP(Distributed):
     """The rows of matrices, with their gradients and moments, are sharded over groups of ranks."""
 
-    name = "fsdp"
     mesh: DeviceMesh
     model: Decoder
 
@@ -291,12 +281,6 @@ def all_reduced(value: Tensor, group: Any = None) -> Tensor:
     total = value.clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A number that changes with every single bit of a tensor, computed on its device."""
-    bits = tensor.detach().contiguous().view(torch.int32 if tensor.element_size() == 4 else torch.uint8)
-    return bits.sum(dtype=torch.int64)
 
 
 def choose_strategy(device: torch.device, parallel: Parallel, shard_ranks: int | None, timeout: float) -> Strategy:

@@ -1,7 +1,7 @@
 """The training loop, which is the same for every architecture.
 
-The state of a run is its parameters, the optimizer's moments and the number of steps done; everything else follows from
-these. A run that is killed and resumed equals, bit by bit on the CPU, one that was not.
+The state of a run is its parameters, moments and number of steps. A run that is killed and resumed equals, bit by bit
+on the CPU, one that was not.
 """
 
 import math
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -50,31 +51,23 @@ class Trainer:
         self.plan, self.config, self.run, self.reporter, self.strategy = plan, plan.config, run, reporter, strategy
         self.train_data, self.val_data = train, val
         torch.manual_seed(self.config.seed)  # seeds third-party code; this package draws nothing from it
-        importing = threading.Thread(target=import_compiler, name="import", daemon=True)
+        # Importing the compiler takes seconds, during which weights are drawn.
+        importing = threading.Thread(target=import_module, args=("torch._inductor.compile_fx",), daemon=True)
         if plan.compile:
             importing.start()
         self.model: Decoder = build(self.config.model, self.config.seed)
         if plan.compile:
             importing.join()  # two threads must not import it at once: its modules import each other
             torch.compiler.reset()  # the compiler gives up on a block after eight versions, also of earlier runs
-        self.engine = Engine(
-            self.model,
-            self.config.optimizer,
-            plan.dtype,
-            plan.compile,
-            recompute=self.config.recompute,
-            strategy=strategy,
-            wide_reduce=self.config.reduce == "fp32" or plan.micro_steps > 1,
-        )
-        self.step = 0
+        wide = self.config.reduce == "fp32" or plan.micro_steps > 1
+        options: dict[str, Any] = {"recompute": self.config.recompute, "strategy": strategy, "wide_reduce": wide}
+        self.engine = Engine(self.model, self.config.optimizer, plan.dtype, plan.compile, **options)
+        self.step = self.metrics_bytes = 0
         self.seconds = self.compile_seconds = 0.0
-        self.metrics_bytes = 0
         self.val_loss: float | None = None
         self.pending: list[tuple[int, Tensor, Tensor]] = []
-        self.moments: MomentRecorder | None = None
-        if self.config.record_moments:
-            every = default_interval(plan.steps)
-            self.moments = MomentRecorder(self.engine.first_moments(), every, strategy.whole)
+        moments = self.engine.first_moments() if self.config.record_moments else {}
+        self.moments = MomentRecorder(moments, default_interval(plan.steps), strategy.whole)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint."""
@@ -92,9 +85,9 @@ class Trainer:
 
     def identity(self) -> dict[str, Any]:
         """Entries of a checkpoint's state that stay the same in a run."""
-        data, architecture = self.train_data, self.config.model.architecture
+        data = self.train_data
         fingerprints = {"data_fingerprint": data.fingerprint, "tokenizer_fingerprint": data.tokenizer_fingerprint}
-        return {"architecture": architecture, **fingerprints}
+        return {"architecture": self.config.model.architecture, **fingerprints}
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's shards of the parameters and moments, and the state of the random number generator."""
@@ -152,8 +145,7 @@ class Trainer:
                 loss, norm = self.train_step(batch)
                 self.step += 1
                 self.pending.append((self.step, loss, norm))
-                if self.moments is not None:
-                    self.moments.note(self.step)
+                self.moments.note(self.step)
                 last, stop = self.step == plan.steps, self.agreed(interrupted)
                 evaluate = plan.due(config.eval_every, self.step)
                 layers = plan.due(config.layers_every, self.step)
@@ -203,8 +195,6 @@ class Trainer:
 
     def flush(self) -> None:
         """Read the losses that are still on the device and write them; raise `Diverged` if one is not finite."""
-        if not self.pending:
-            return
         losses = (self.strategy.sum(torch.stack([loss for _, loss, _ in self.pending])) / self.strategy.size).tolist()
         norms = torch.stack([norm for _, _, norm in self.pending]).tolist()
         now, (before, first) = time.perf_counter(), self.mark
@@ -218,7 +208,7 @@ class Trainer:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self.metrics.sync()
                 raise Diverged(step)
-        for step, variances in self.moments.drain() if self.moments is not None else ():
+        for step, variances in self.moments.drain():
             self.write("moments", step, **variances)
         self.metrics.flush()
         self.pending.clear()
@@ -248,10 +238,7 @@ class Trainer:
         self.reporter.validation(self.step, self.val_loss)
 
     def validation_windows(self) -> Iterator[tuple[Tensor, bool]]:
-        """This rank's (micro_batch, context + 1) tokens, the last perhaps with fewer rows; False if they do not count.
-
-        All ranks get equally many, because they compute together: where a rank has none left, it repeats others.
-        """
+        """This rank's batches of windows, each with False if it is a repetition: all ranks get equally many."""
         context, rank = self.config.model.context, self.strategy.rank
         windows = max(1, self.config.eval_tokens // context)
         batches = validation_batches(self.val_data, context, self.plan.micro_batch, windows)
@@ -269,11 +256,13 @@ class Trainer:
             self.write("layers", self.step, **layer_scalars(self.model, tokens, self.strategy))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
+        """Send a record to all sinks."""
         record = {"kind": kind, "step": step, "tokens": step * self.plan.batch_tokens, **values}
         for sink in (self.metrics, *self.sinks):
             sink.write(record)
 
     def summary(self, status: Status) -> Summary:
+        """How the run ended."""
         good = checkpoint.newest(self.run.checkpoints)
         return Summary(
             status=status,
@@ -290,11 +279,6 @@ class Trainer:
             checkpoint=good.name if good else None,
             environment=environment(self.plan.device) | self.strategy.environment() | self.engine.environment(),
         )
-
-
-def import_compiler() -> None:
-    """Import what torch.compile needs: seconds, during which weights are drawn."""
-    import torch._inductor.compile_fx  # noqa: F401
 
 
 @contextmanager

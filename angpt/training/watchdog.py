@@ -4,6 +4,7 @@ import faulthandler
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 EXIT_HUNG = 5
@@ -36,13 +37,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(10.0, self.timeout / 10)
-        while not self.over.wait(interval):
-            try:
+        with suppress(RuntimeError):  # the store is gone: rank 0 or the launcher has ended, and this process will too
+            while not self.over.wait(interval):
                 self.store.set(str(self.rank), f"{self.beats} {time.time()}")
                 if time.monotonic() - self.moved > self.timeout:
-                    self._end(self._verdict(4 * interval))
-            except RuntimeError:  # the store is gone: rank 0 or the launcher has ended, and this process will too
-                return
+                    where = f"no progress for {self.timeout:.0f} s in step {self.step + 1:,}"
+                    message = f"error: {where}: {self._verdict(4 * interval)}; continue with --resume\n"
+                    faulthandler.dump_traceback(file=2)
+                    os.write(self.terminal, message.encode())
+                    os._exit(EXIT_HUNG)
 
     def _verdict(self, silence: float) -> str:
         """The part of the message that names the rank that hangs."""
@@ -58,12 +61,6 @@ class Watchdog:
         if behind:
             return f"rank {listed(behind)} hangs: the others wait for it"
         return "all ranks hang at the same point, which their logs show"
-
-    def _end(self, verdict: str) -> None:
-        faulthandler.dump_traceback(file=2)
-        where = f"no progress for {self.timeout:.0f} s in step {self.step + 1:,}"
-        os.write(self.terminal, f"error: {where}: {verdict}; continue with --resume\n".encode())
-        os._exit(EXIT_HUNG)
 
 
 def listed(ranks: list[int]) -> str:

@@ -27,6 +27,7 @@ def faulty_step(self, batch):
             vector.detach().view(torch.int32)[0] ^= 1
         return done
     if self.step + 1 == int(step):
+        self.writer.finish()  # the checkpoint of an earlier step
         os.kill(os.getpid(), signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
     return train_step(self, batch)
 

@@ -219,7 +219,7 @@ def test_the_rank_that_hangs_is_found(beats, silent, words):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE = None is no number"),
+        ({"RANK": "0"}, "WORLD_SIZE = '' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is no number"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the other ranks were not found at None:None"),

@@ -22,6 +22,7 @@ from angpt.training.strategy import choose_strategy
 from tests.optim.test_adam import tiny
 from tests.training.conftest import DIVERGES, Stops, all_tensors, parameters, small, without_timing
 from tests.training.ranks import spread
+from tests.training.test_checkpoint import STATE
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
@@ -121,6 +122,34 @@ def test_checkpoints_of_torch_distributed_can_still_be_read(data, tmp_path):
         assert resume(run, Quiet()).status == "finished"
     assert without_timing(Run(ours)) == without_timing(Run(theirs))
     assert parameters(Run(ours)) == parameters(Run(theirs))
+
+
+def fail_on_one_rank(folder):
+    """What each rank is told of an error of rank 0 in `share`, and of one of rank 1 in writing a checkpoint."""
+
+    def fail(*args):
+        raise UserError("something odd") if len(args) == 0 else ValueError("something odd")
+
+    if os.environ["RANK"] == "1":
+        checkpoint.write_files = fail
+    said = []
+    with choose_strategy(torch.device("cpu"), "ddp", None, 300) as strategy:
+        try:
+            strategy.share(fail)
+        except UserError as error:
+            said.append(str(error))
+        try:
+            with checkpoint.Writer(strategy, folder, 1) as writer:
+                writer.save({"w": strategy.shard(torch.ones(2))}, STATE)
+        except UserError as error:
+            said.append(str(error).partition("written: ")[2].partition(".")[0])
+        said.append(strategy.share(lambda: 5))
+    return said
+
+
+def test_an_error_on_one_rank_is_told_on_all(tmp_path):
+    assert spread(fail_on_one_rank, 2, tmp_path) == [["something odd", "rank 1: something odd", 5]] * 2
+    assert not list(tmp_path.iterdir())
 
 
 def flip_one_bit(strategy, shard_ranks, victim):
