@@ -53,8 +53,7 @@ def norms(analysis: Analysis) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(3, narrow, height=3.2)
         for run, found in runs:
-            look = style[run.label]
-            places = range(1, run.layers + 2)
+            look, places = style[run.label], range(1, run.layers + 2)
             means, stds = np.array([(s.mean or 0.0, s.std or 0.0) for s in found.stream]).T
             band(axes[0], places, np.maximum(means - stds, means / 10), means + stds, look.color)
             axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)

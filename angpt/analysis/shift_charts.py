@@ -28,9 +28,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
     depth = max(len(g.relative[0]) for _, _, g in cells)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(
-            len(cells), narrow, columns=len(BLOCK_MATRICES), height=2.3, sharey=True, sharex=not narrow
-        )
+        figure, axes = panels(len(cells), narrow, len(BLOCK_MATRICES), 2.3, sharey=True, sharex=not narrow)
         for ax, (run, m, g) in zip(axes, cells, strict=True):
             layer_lines(ax, np.array(m.steps) / m.total_steps, m.total_steps * np.array(g.relative), depth)
             if m.warmup > 0:
