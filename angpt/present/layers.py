@@ -51,8 +51,7 @@ def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         caption="Mean length of the residual stream h as it enters each layer, and after the last (“out”), on a "
         f"logarithmic axis that the panels share. {_which_runs(runs)}",
         alt=f"Line charts, one per architecture, at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", "input_norm"),
-        rows=_layer_rows(runs, ["input_norm"]),
+        **_numbers(runs, ["input_norm"]),
         draw=lambda narrow: layer_panels(series, narrow, in_a_row(len(series)), **options),
     )
 
@@ -78,8 +77,7 @@ def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
         caption="How far each residual update moves from the stream h towards the output of attention or MLP: "
         f"the mean over dimensions of the learned α. {_which_runs(runs)}",
         alt=f"Line charts. Range over layers at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", *ALPHAS),
-        rows=_layer_rows(runs, list(ALPHAS)),
+        **_numbers(runs, list(ALPHAS)),
         draw=lambda narrow: layer_panels(series, narrow, columns, ylabel="mean of α", height=2.6),
     )
 
@@ -118,8 +116,7 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         caption="Mean length of the rows of the weight matrices: embedding W_e, attention W_qkv and W_p, MLP W_uz and "
         f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which_runs(runs)}",
         alt=f"Line charts, one per architecture. Means over layers at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", *GROUPS),
-        rows=_layer_rows(runs, list(GROUPS)),
+        **_numbers(runs, list(GROUPS)),
         draw=draw,
     )
 
@@ -146,8 +143,8 @@ def values_of(run: LayerHistory, name: str) -> tuple[Values, Values]:
     return tokens, np.array([np.atleast_1d(record[name]) for record in records], dtype=np.float64)
 
 
-def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row, ...]:
-    """One row per record and layer, and a row without a layer for values outside the layers."""
+def _numbers(runs: Sequence[LayerHistory], names: Sequence[str]) -> dict[str, Any]:
+    """Columns and rows of a chart: a row per record and layer, and one for the values outside the layers."""
     rows: list[Row] = []
     for run in runs:
         for record in run.records:
@@ -159,7 +156,7 @@ def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row
             once = [None if isinstance(record.get(n), list) else record.get(n) for n in names]
             if any(value is not None for value in once):
                 rows.append((*head, None, *once))
-    return tuple(rows)
+    return {"columns": ("architecture", "run", "tokens", "layer", *names), "rows": tuple(rows)}
 
 
 def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
