@@ -15,14 +15,14 @@ def printed(*tables, width=20):
     return console.file.getvalue().splitlines()
 
 
-def test_numbers_are_aligned_to_the_right_and_no_line_is_broken():
+def test_numbers_are_aligned_to_the_right_and_no_line_is_wrapped():
     wide = Table(("name", "n"), [("x" * 60, "1"), ("y", "100")])
     rows = [line for line in printed(TABLE, wide) if "x" in line or "y" in line]
     assert [line.rstrip() for line in rows[:2]] == [" x       1.5  no", " long  12.25  yes"]
     assert [line.rstrip() for line in rows[2:]] == [f" {'x' * 60}    1", f" {'y':60}  100"]
 
 
-def test_sentences_are_broken_instead():
+def test_tables_of_sentences_are_wrapped():
     lines = printed(Table(("says",), [("one two three four five",), ("six",)], prose=True))
     assert all(len(line) <= 20 for line in lines)
     assert [line.strip() for line in lines][-5:-1] == ["one two three", "four five", "", "six"]

@@ -107,7 +107,7 @@ def analyse(
         raise UserError("name at least one run folder")
     resolved = [path.resolve() for path in runs]
     if twice := next((path for path in runs if resolved.count(path.resolve()) > 1), None):
-        raise UserError(f"{twice}: is named twice")
+        raise UserError(f"{twice}: is named twice; name each run once")
     where, sources = present(choose_device(device)), sources or {}
     records = [RunRecord.open(path) for path in runs]
     found = []
@@ -154,9 +154,7 @@ def analyse_run(
         if "robustness" in parts:
             text = robustness.shift("text", "validation text", measured // context, context, loss, stream.stream())
             robust = robustness.compare(model, text, unusual, batch_tokens, bf16=bf16, tick=progress)
-    warmup = config.optimizer.warmup
-    if warmup is None:
-        warmup = rule_for(config.model.architecture).warmup
+    warmup = rule_for(config.model.architecture).warmup if config.optimizer.warmup is None else config.optimizer.warmup
     return RunAnalysis(
         run=record.name,
         architecture=config.model.architecture,
@@ -186,7 +184,7 @@ def state_of(source: Source) -> checkpoint.State:
 
 
 def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) -> TextSource:
-    """The text of a run, or the text in `data`, which must be made with the same tokenizer."""
+    """The text of a run, or the text in `data`, which must be prepared with the same tokenizer."""
     path, vocab = data or config.data.path, config.model.vocab_size
     train, val = TokenData.open(path, "train"), TokenData.open(path, "val")
     ours, theirs = train.tokenizer_fingerprint, state.tokenizer_fingerprint

@@ -1,8 +1,7 @@
 """Figures of an analysis: norms, factors and learned parameters by layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,12 @@ from angpt.present.words import number, quantity, span
 
 SHORT_DASHES: Any = (0, (3, 2))
 BLOCK_FIELDS = ("maps", "relative_update")
-BOUND_FIELDS = ("group", "layer", "mean", "low", "high", "on_bound")
-BIN_FIELDS = ("first", "last", "tokens", "mean", "low", "high")
+
+
+def numbers(items: Iterable[tuple[Any, ...]], *columns: str) -> dict[str, Any]:
+    """Columns and rows of a chart; each item is the first values of a row and an object with the others."""
+    rows = ((*first, *(getattr(found, name) for name in columns[len(first) :])) for *first, found in items)
+    return {"columns": columns, "rows": tuple(rows)}
 
 
 def looks_of(runs: Sequence[RunAnalysis]) -> dict[str, Look]:
@@ -53,8 +56,7 @@ def norms(analysis: Analysis) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(3, narrow, height=3.2)
         for run, found in runs:
-            look = style[run.label]
-            places = range(1, run.layers + 2)
+            look, places = style[run.label], range(1, run.layers + 2)
             means, stds = np.array([(s.mean or 0.0, s.std or 0.0) for s in found.stream]).T
             band(axes[0], places, np.maximum(means - stds, means / 10), means + stds, look.color)
             axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)
@@ -165,19 +167,18 @@ def bound(analysis: Analysis) -> Chart | Absent:
         return figure
 
     parts = [f"{run.label} {span([100 * (r.on_bound or 0) for r in f.rows])} %" for run, f in runs]
+    items = [(run.label, r) for run, f in runs for r in f.rows]
     return Chart(
         name="bound",
         title=title,
         caption="Share of the rows of each matrix whose length is 1 (to within 0.001), and the mean length of all its "
         "rows. W_e and W_h, which belong to no layer, are at 0.",
         alt=f"Dot charts by layer. Rows on the bound: {'; '.join(parts)}.",
-        columns=("run", *BOUND_FIELDS),
-        rows=tuple((run.label, *attrgetter(*BOUND_FIELDS)(r)) for run, f in runs for r in f.rows),
+        **numbers(items, "run", "group", "layer", "mean", "low", "high", "on_bound"),
         draw=draw,
     )
 
 
-FACTOR_FIELDS = ("activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation", "cosine")
 COLORS = dict(zip(ACTIVATIONS, (*FURTHER, "#159a40", "#a838e0"), strict=True))
 LINES = {"k": SHORT_DASHES, "v": (0, (1, 1.5)), "z": SHORT_DASHES, "lerp_m": SHORT_DASHES}
 
@@ -223,9 +224,9 @@ def factors(analysis: Analysis) -> Chart | Absent:
         "earlier factors are included), and the standard deviation of the length over its mean, which no constant "
         "factor can remove.",
         alt=f"Line charts by layer. Length after the factor: {'; '.join(parts)}.",
-        columns=("run", "factor", *FACTOR_FIELDS),
-        rows=tuple(
-            (run.label, SYMBOLS[f.activation], *attrgetter(*FACTOR_FIELDS)(f)) for run, found in runs for f in found
+        **numbers(
+            [(run.label, SYMBOLS[f.activation], f) for run, found in runs for f in found],
+            *("run", "factor", "activation", "layer", "nu", "measured", "unit", "mean_inverse", "variation", "cosine"),
         ),
         draw=draw,
     )
@@ -289,14 +290,14 @@ def logit_scales(analysis: Analysis) -> Chart | Absent:
         return figure
 
     parts = [f"{run.label}: rank correlation {number(s_z.correlation, 2)}" for run, s_z in runs]
+    items = [(run.label, b) for run, s_z in runs for b in s_z.bins]
     return Chart(
         name="logit-scales",
         title=title,
         caption="Mean of |s_z| over tokens that occur about equally often, and the range of the middle 80 % of them; "
         "open markers at the left: tokens that do not occur.",
         alt=f"A line chart of |s_z| against the number of occurrences. {'; '.join(parts)}.",
-        columns=("run", *BIN_FIELDS),
-        rows=tuple((run.label, *attrgetter(*BIN_FIELDS)(b)) for run, s_z in runs for b in s_z.bins),
+        **numbers(items, "run", "first", "last", "tokens", "mean", "low", "high"),
         draw=draw,
     )
 

@@ -106,13 +106,12 @@ def conditions(source: TextSource, tokens: int, counts: Tokens) -> list[Conditio
     shape = rows, source.context + 1
     seen = np.flatnonzero(counts)
     seen = seen[np.argsort(-counts[seen], kind="stable")]  # the most frequent first
-    rare, share = seen[-max(1, round(RAREST * len(seen))) :], f"rarest {RAREST:.0%} of those that occur in training"
+    rare = seen[-max(1, round(RAREST * len(seen))) :]
+    drawn = "tokens drawn uniformly from the"
     found: list[Condition | Missing] = [
         _same_token(seen, min(SAME, source.context), tokens),
-        Condition(
-            "random", "tokens drawn uniformly from the vocabulary", rng.integers(source.known_tokens, size=shape)
-        ),
-        Condition("rare", f"tokens drawn uniformly from the {share}", rng.choice(rare, size=shape)),
+        Condition("random", f"{drawn} vocabulary", rng.integers(source.known_tokens, size=shape)),
+        Condition("rare", f"{drawn} rarest {RAREST:.0%} of those that occur in training", rng.choice(rare, size=shape)),
     ]
     found += [_longer(source, times, tokens) for times in LONGER]
     return found + _written(source, rows, rng)

@@ -25,7 +25,7 @@ LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of the lengths of many vectors. None stands for a value that is not finite."""
+    """Statistics of the lengths of many vectors. Values that are not finite are None."""
 
     count: int
     mean: float | None

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from angpt.analysis.analyse import Tick
+from angpt.analysis.analyse import Tick
 
 
 @contextmanager
-def progress(console: Console) -> Iterator["Tick"]:
+def progress(console: Console) -> Iterator[Tick]:
     """A function that shows the progress it is called with, inside the context."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),

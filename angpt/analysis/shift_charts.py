@@ -1,21 +1,18 @@
 """Figures of an analysis: Adam's first moment, unusual inputs, attention matrices."""
 
 from collections.abc import Callable
-from operator import attrgetter
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from angpt.analysis.analyse import Analysis
-from angpt.analysis.charts import looks_of
+from angpt.analysis.charts import looks_of, numbers
 from angpt.analysis.claims import BLOCK_MATRICES
 from angpt.analysis.probe import ratio
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import depth_bar, layer_lines
 from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
 from angpt.present.words import number, percent, span
-
-ROW_FIELDS = ("first", "last", "norm", "dense", "scaled", "effective")
 
 
 def moments(analysis: Analysis) -> Chart | Absent:
@@ -28,9 +25,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
     depth = max(len(g.relative[0]) for _, _, g in cells)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(
-            len(cells), narrow, columns=len(BLOCK_MATRICES), height=2.3, sharey=True, sharex=not narrow
-        )
+        figure, axes = panels(len(cells), narrow, len(BLOCK_MATRICES), 2.3, sharey=True, sharex=not narrow)
         for ax, (run, m, g) in zip(axes, cells, strict=True):
             layer_lines(ax, np.array(m.steps) / m.total_steps, m.total_steps * np.array(g.relative), depth)
             if m.warmup > 0:
@@ -136,19 +131,14 @@ def attention(analysis: Analysis) -> Chart | Absent:
         return figure
 
     parts = [f"{run.label} {span([layer.total.scaled for layer in found])}" for run, found in runs]
+    items = [(run.label, layer.layer, b) for run, found in runs for layer in found for b in layer.bins]
     return Chart(
         name="attention",
         title=title,
         caption="Mean length of row r of the attention matrices, over heads and text, one line per layer. Dashed: "
         "1/√r, the length for dense attention. A row of length 1 attends to a single token.",
         alt=f"Line charts on logarithmic axes. Mean of √r·‖a_r‖ by layer, 1 if dense: {'; '.join(parts)}.",
-        columns=("run", "layer", *ROW_FIELDS),
-        rows=tuple(
-            (run.label, layer.layer, *attrgetter(*ROW_FIELDS)(b))
-            for run, found in runs
-            for layer in found
-            for b in layer.bins
-        ),
+        **numbers(items, "run", "layer", "first", "last", "norm", "dense", "scaled", "effective"),
         draw=draw,
     )
 

@@ -18,7 +18,7 @@ from angpt.present.words import quantity
 Values = NDArray[np.float64]
 
 ALPHAS = {"alpha_a": "α of attention", "alpha_m": "α of MLP"}
-NOTHING = "No run has recorded its layers (layers_every = 0, or nothing done yet)."
+NOTHING = "No run has recorded its layers (layers_every = 0, or no step done yet)."
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,9 @@ def input_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         name="input-norms",
         title=title,
         caption="Mean length of the residual stream h as it enters each layer, and after the last (“out”), on a "
-        f"logarithmic axis that the panels share. {_which(runs)}",
+        f"logarithmic axis that the panels share. {_which_runs(runs)}",
         alt=f"Line charts, one per architecture, at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", "input_norm"),
-        rows=_layer_rows(runs, ["input_norm"]),
+        **_numbers(runs, ["input_norm"]),
         draw=lambda narrow: layer_panels(series, narrow, in_a_row(len(series)), **options),
     )
 
@@ -76,10 +75,9 @@ def alphas(found: Sequence[LayerHistory]) -> Chart | Absent:
         name="alphas",
         title=heading,
         caption="How far each residual update moves from the stream h towards the output of attention or MLP: "
-        f"the mean over dimensions of the learned α. {_which(runs)}",
+        f"the mean over dimensions of the learned α. {_which_runs(runs)}",
         alt=f"Line charts. Range over layers at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", *ALPHAS),
-        rows=_layer_rows(runs, list(ALPHAS)),
+        **_numbers(runs, list(ALPHAS)),
         draw=lambda narrow: layer_panels(series, narrow, columns, ylabel="mean of α", height=2.6),
     )
 
@@ -104,7 +102,7 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
             ax.set(title=title, ylabel="mean length of the rows")
         if logarithmic:
             plain_log_axis(axes[0])
-        _dress_tokens(axes, narrow)
+        _token_axes(axes, narrow)
         fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -116,10 +114,9 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         name="row-norms",
         title=title,
         caption="Mean length of the rows of the weight matrices: embedding W_e, attention W_qkv and W_p, MLP W_uz and "
-        f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which(runs)}",
+        f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which_runs(runs)}",
         alt=f"Line charts, one per architecture. Means over layers at the end of training: {'; '.join(ends)}.",
-        columns=("architecture", "run", "tokens", "layer", *GROUPS),
-        rows=_layer_rows(runs, list(GROUPS)),
+        **_numbers(runs, list(GROUPS)),
         draw=draw,
     )
 
@@ -134,20 +131,20 @@ def in_a_row(panels: int) -> int:
     return 4 if panels == 4 else 3
 
 
-def _which(runs: Sequence[LayerHistory]) -> str:
+def _which_runs(runs: Sequence[LayerHistory]) -> str:
     budgets, seeds = sorted({run.budget for run in runs}), sorted({run.seed for run in runs})
     return f"One run each: {' and '.join(map(quantity, budgets))} tokens, seed {' and '.join(map(str, seeds))}."
 
 
 def values_of(run: LayerHistory, name: str) -> tuple[Values, Values]:
-    """Tokens (T,) and values (T, layers)."""
+    """Tokens (T,) and values (T, layers) that a run recorded under a name."""
     records = [record for record in run.records if name in record]
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     return tokens, np.array([np.atleast_1d(record[name]) for record in records], dtype=np.float64)
 
 
-def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row, ...]:
-    """One row per record and layer, and a row without a layer for values outside the layers."""
+def _numbers(runs: Sequence[LayerHistory], names: Sequence[str]) -> dict[str, Any]:
+    """Columns and rows of a chart: a row per record and layer, and one for the values outside the layers."""
     rows: list[Row] = []
     for run in runs:
         for record in run.records:
@@ -159,7 +156,7 @@ def _layer_rows(runs: Sequence[LayerHistory], names: Sequence[str]) -> tuple[Row
             once = [None if isinstance(record.get(n), list) else record.get(n) for n in names]
             if any(value is not None for value in once):
                 rows.append((*head, None, *once))
-    return tuple(rows)
+    return {"columns": ("architecture", "run", "tokens", "layer", *names), "rows": tuple(rows)}
 
 
 def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
@@ -187,7 +184,7 @@ def layer_panels(
         ax.set(title=title, ylabel=ylabel)
     if logarithmic:
         plain_log_axis(axes[0])
-    _dress_tokens(axes, narrow or not shared)
+    _token_axes(axes, narrow or not shared)
     depth_bar(figure, axes, depth, narrow, last)
     return figure
 
@@ -205,7 +202,7 @@ def layer_axis(ax: Axes, layers: int, out: bool = False) -> None:
     ax.set_xlabel("layer")
 
 
-def _dress_tokens(axes: list[Axes], narrow: bool) -> None:
+def _token_axes(axes: list[Axes], narrow: bool) -> None:
     for ax in axes:
         token_axis(ax)
         ax.set_xlim(left=0)

@@ -12,11 +12,11 @@ VOCAB = 61
 
 
 def tiny(architecture="angpt", seed=0, double=True, **changes):
-    """A model of two layers; in float64 unless told otherwise, so that differences are mistakes."""
+    """A model of two layers, in float64 by default, so that rounding is negligible."""
     values = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": VOCAB, "context": 12} | changes
     model = build(ModelConfig(architecture=architecture, **values), seed)
     rng = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():  # nothing at its start, where many values are alike
+    with torch.no_grad():  # away from the initial values, many of which are equal
         for p in model.parameters():
             p.mul_(1 + 0.3 * torch.randn(p.shape, generator=rng))
     return model.double() if double else model

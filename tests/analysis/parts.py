@@ -1,4 +1,4 @@
-"""Each part of an analysis by itself, in a pass of its own."""
+"""Each part of an analysis measured alone, in its own pass."""
 
 from angpt.analysis.attention import AttentionProbe
 from angpt.analysis.factors import FactorProbe

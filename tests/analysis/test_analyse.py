@@ -25,7 +25,7 @@ def analysis(runs):
     return analyse(list(runs.values()), tokens=TOKENS)
 
 
-def test_every_part_is_what_its_function_gives(runs, analysis):
+def test_every_part_equals_a_measurement_of_its_own(runs, analysis):
     for (name, path), found in zip(runs.items(), analysis.runs, strict=True):
         record, stored = RunRecord.open(path), open_source(path)
         source = open_text(record.config, None, state_of(stored))
@@ -44,7 +44,7 @@ def test_every_part_is_what_its_function_gives(runs, analysis):
         assert found.attention == measure_attention(model, text())
 
 
-def test_what_it_says_of_the_runs(runs, analysis):
+def test_an_analysis_describes_its_runs(runs, analysis):
     assert [run.label for run in analysis.runs] == ["GPT+", "GPT+ without warm-up", "nGPT", "anGPT"]
     last = analysis.runs[-1]
     assert (last.run, last.architecture, last.step, last.layers, last.context) == ("angpt", "angpt", 12, 2, 32)
@@ -57,7 +57,7 @@ def test_what_it_says_of_the_runs(runs, analysis):
     assert {m.name for m in last.robustness.missing} == {"whitespace", "German", "Russian"}
 
 
-def test_it_comes_back_from_its_file(analysis, tmp_path):
+def test_an_analysis_is_read_back_from_its_file(analysis, tmp_path):
     analysis.write(tmp_path / "analysis.json")
     assert Analysis.read(tmp_path / "analysis.json") == analysis
 
@@ -92,7 +92,7 @@ def test_a_run_that_recorded_nothing_has_no_moments(runs, tmp_path):
     assert analyse([quiet], ["moments"]).runs[0].moments is None
 
 
-def test_progress_is_told_and_ends_with_everything(runs):
+def test_progress_ends_at_the_total(runs):
     heard = []
     analyse([runs["angpt"]], tokens=TOKENS, tick=lambda *args: heard.append(args))
     assert {name for name, _, _ in heard} == {"angpt"}
@@ -109,8 +109,8 @@ def test_labels_tell_runs_apart(runs, tmp_path):
     assert labels(namesakes) == [f"anGPT ({tmp_path}/a/run)", f"anGPT ({tmp_path}/b/run)"]
 
 
-def test_documents_are_masked_where_the_run_did(runs, tmp_path):
-    """A run that was trained so reads a prepared folder; raw tokens do not say where documents end."""
+def test_documents_are_masked_as_in_the_run(runs, tmp_path):
+    """Masking needs prepared data: raw tokens do not say where documents end."""
     masked = tmp_path / "run"
     shutil.copytree(runs["angpt"], masked)
     config = Run.open(masked).config()
@@ -155,7 +155,7 @@ def test_damaged_files_are_named(runs, tmp_path):
         analyse([broken], ["norms"])
 
 
-def test_a_truncated_checkpoint_is_passed_over(runs, tmp_path):
+def test_a_truncated_checkpoint_is_skipped(runs, tmp_path):
     broken = tmp_path / "run"
     shutil.copytree(runs["angpt"], broken)
     newest = sorted((broken / "checkpoints").iterdir())[-1]
@@ -166,7 +166,7 @@ def test_a_truncated_checkpoint_is_passed_over(runs, tmp_path):
     assert found.runs[0].step == 10
 
 
-def test_a_file_of_another_shape_is_an_error_that_names_it(tmp_path):
+def test_a_file_of_another_format_is_named_in_the_error(tmp_path):
     path = tmp_path / "analysis.json"
     for text in ("", "[]", '{"runs": [{"nonsense": 1}]}', json.dumps({"runs": 3})):
         path.write_text(text)

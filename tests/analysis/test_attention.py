@@ -13,7 +13,7 @@ from tests.analysis.parts import measure_attention
 
 
 def test_dense_attention_has_rows_of_one_over_root_r():
-    """Queries of length 0 attend to everything alike."""
+    """Queries of length 0 attend to all tokens equally."""
     model = tiny("angpt")
     with torch.no_grad():
         for block in model.blocks:
@@ -94,7 +94,7 @@ def test_shorter_and_longer_sequences_add_up():
 
 
 def test_the_model_attends_with_these_matrices():
-    """Values that name their token: what comes out of attention is the row itself."""
+    """With one-hot values, the output of attention is the row itself."""
     model = tiny("gpt+", n_heads=1, context=12)
     seen = {}
 

@@ -67,7 +67,7 @@ def test_parts_alone(capsys, runs, tmp_path):
     assert "--parts attention" in (tmp_path / "out" / "analysis.md").read_text()
 
 
-def test_of_a_comparison_one_run_per_architecture_is_taken(capsys, tokens, tmp_path):
+def test_one_run_per_architecture_of_a_comparison_is_measured(capsys, tokens, tmp_path):
     study = compare(tokens, tmp_path / "study", architectures=("gpt+", "angpt"))
     study.begin(None, "angpt compare", on_this_machine=True)
     code, text = angpt(capsys, "analyze", study.folder)

@@ -11,7 +11,7 @@ from tests.analysis.conftest import some_batches, tiny
 from tests.analysis.parts import measure_factors
 
 A, B, C, P, U, Z, D = 2.0, 0.5, 1.5, 0.7, 1.2, 3.0, 0.9
-"""How much longer each planted map makes its input."""
+"""Factor by which each planted map scales its input."""
 
 
 def lookup(found):
@@ -60,7 +60,7 @@ def rms(vectors):
 
 @pytest.mark.parametrize("architecture", ["angpt", "angpt/const-x2", "angpt/no-const", "angpt/attention-factor"])
 def test_against_a_slow_walk_with_every_factor_in_its_place(architecture):
-    """Table 1 written out: each activation in front of its factor, but behind those before it."""
+    """Table 1 written out: each activation before its own factor but after the earlier ones."""
     model = tiny(architecture)
     batches = some_batches(count=1)
     found = lookup(measure_factors(model, batches))
@@ -132,7 +132,7 @@ def test_at_its_start_a_wide_model_has_the_factors_of_the_derivation():
 
 
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt"])
-def test_without_factors_the_lengths_are_measured_all_the_same(architecture):
+def test_models_without_factors_are_measured_too(architecture):
     found = lookup(measure_factors(tiny(architecture), some_batches()))
     assert {("q", 1), ("d", 2)} <= set(found)
     assert all(f.nu is None and f.off is None and f.measured for f in found.values())

@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_training_text(source):
     assert counts.sum() == source.train.tokens
 
 
-def test_of_a_long_text_blocks_over_all_of_it_are_counted(source, monkeypatch):
+def test_a_long_text_is_counted_in_blocks_over_all_of_it(source, monkeypatch):
     from angpt.analysis import inputs
 
     monkeypatch.setattr(inputs, "BLOCK", 100)
@@ -96,7 +96,7 @@ def test_equal_arguments_give_equal_inputs(source):
         assert (one.tokens == two.tokens).all()
 
 
-def test_random_tokens_stay_inside_of_the_tokenizers_vocabulary(source):
+def test_random_tokens_stay_inside_the_tokenizers_vocabulary(source):
     small = dataclasses.replace(source, vocab_size=101)
     assert by_name(small)["random"].tokens.max() <= 100
 
@@ -107,7 +107,7 @@ def test_one_token_is_repeated_512_times_where_the_context_allows(source):
     assert conditions(wide, 1, counts)[0].tokens.shape == (1, 513)
 
 
-def test_what_cannot_be_made_says_why(source):
+def test_a_missing_condition_says_why(source):
     (source.train.path / "tokenizer.json").unlink()
     found = by_name(dataclasses.replace(source, context=300))
     assert isinstance(found["random"], Condition)

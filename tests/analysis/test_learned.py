@@ -29,7 +29,7 @@ def test_planted_alpha_and_g():
     assert found.g_start == pytest.approx(8**0.5)
 
 
-def test_what_an_architecture_lacks_is_empty():
+def test_missing_parameters_are_empty():
     gpt = learned.measure(tiny("gpt+"), np.ones(VOCAB, np.int64))
     assert (gpt.alpha, gpt.s_z, gpt.alpha_start, len(gpt.g)) == ({}, None, None, 2)
     ngpt = learned.measure(tiny("ngpt"), np.ones(VOCAB, np.int64))
@@ -41,7 +41,7 @@ def test_what_an_architecture_lacks_is_empty():
 
 
 def test_planted_logit_scales():
-    """s_z falls with the frequency, one token in two with the other sign; ten tokens do not occur."""
+    """|s_z| falls with the frequency, every other token is negative, ten tokens do not occur."""
     model = tiny("angpt")
     counts = np.array([0] * 10 + [1] * 11 + [5] * 20 + [40] * 20)
     sizes = np.array([9.0] * 10 + [8.0] * 11 + [6.0] * 20 + [2.0] * 20)

@@ -13,7 +13,7 @@ def history(steps, **values):
     return History.of(records)
 
 
-def test_with_every_step_recorded_it_is_the_formula_of_the_paper():
+def test_every_step_recorded_gives_the_formula_of_the_paper():
     variances = np.array([[3.0, 1.0], [1.0, 1.0], [4.0, 2.0], [2.0, 0.0]])
     found = moments.relative_variance(variances, np.array([1, 2, 3, 4]))
     for layer in (0, 1):
@@ -21,7 +21,7 @@ def test_with_every_step_recorded_it_is_the_formula_of_the_paper():
             assert found[t, layer] == pytest.approx(variances[t, layer] / sum(variances[:, layer]), rel=1e-12)
 
 
-def test_a_record_stands_for_the_steps_since_the_one_before():
+def test_a_record_counts_for_the_steps_since_the_previous_one():
     """A variance that is constant between records gives the same as if every step had been recorded."""
     every = np.array([5.0, 2, 2, 2, 2, 7, 7, 7, 7, 7])
     dense = moments.relative_variance(every[:, None], np.arange(1, 11))
@@ -34,7 +34,7 @@ def test_a_matrix_that_never_moves_has_no_variance():
 
 
 def test_planted_series():
-    """Layer 1 is restless in steps 1 to 5 of 100, layer 2 is as restless throughout."""
+    """The variance of layer 1 is high in steps 1 to 5 of 100, that of layer 2 is constant."""
     steps = (1, 5, *range(10, 101, 5))
     first = [10.0 if step <= 5 else 1.0 for step in steps]
     found = moments.measure(history(steps, W_p=[[v, 2.0] for v in first], W_e=[1.0] * len(steps)), warmup=0.1)
@@ -53,10 +53,10 @@ def test_planted_series():
     assert (groups["W_e"].early, groups["W_e"].peak, groups["W_e"].spread) == pytest.approx((0.1, 1.0, 0.0))
 
 
-def test_the_border_of_the_first_tenth_may_lie_inside_of_a_record():
+def test_the_border_of_the_first_tenth_may_lie_inside_a_record():
     found = moments.measure(history((1, 6, 12, 24), W_e=[1.0, 1.0, 1.0, 1.0]), warmup=0.0)
     assert found.groups[0].early == pytest.approx(0.1)
 
 
-def test_nothing_recorded_is_nothing():
+def test_a_run_without_records_has_no_moments():
     assert moments.measure(History(), 0.1) is None

@@ -15,7 +15,7 @@ from tests.analysis.conftest import some_batches, tiny
 from tests.analysis.parts import measure_norms
 
 ATTENTION, MLP, START = (0.5, 1.25), (2.0, 0.8), 3.0
-"""What each of two layers multiplies its input with, and the length of every embedding."""
+"""Factors of the two layers' attention and MLP, and the length of every embedding."""
 
 
 class Planted(GPTPlus):
@@ -148,7 +148,7 @@ def test_gamma_of_every_norm_with_its_constant():
     assert norms.gamma_norms(tiny("gpt+/dyt"))["norm_h"]
 
 
-def test_rows_and_how_many_sit_on_the_bound():
+def test_the_share_of_rows_on_the_bound():
     model = tiny("angpt")
     apply_constraints(model)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_nothing_is_bounded_in_gpt_plus():
     assert {(r.constraint, r.on_bound) for r in norms.row_norms(tiny("gpt+"))} == {(None, None)}
 
 
-def test_history_keeps_what_belongs_to_norms():
+def test_history_keeps_the_values_of_norms():
     record = {"kind": "layers", "step": 3, "tokens": 30, "input_norm": [1.0, 2.0], "W_p": [0.5], "W_e": 0.7, "g": [5.0]}
     history = History.of([record, record | {"step": 4, "tokens": 40, "W_e": 0.8}])
     found = measure_norms(tiny(), some_batches(count=1), history).history

@@ -38,7 +38,7 @@ def test_a_small_spread_around_a_large_mean_is_not_lost_in_rounding():
     assert lengths.stats().std == pytest.approx(1e-2, rel=1e-4)
 
 
-def test_what_is_not_finite_is_none_and_nothing_is_nothing():
+def test_values_that_are_not_finite_and_empty_statistics_are_none():
     lengths = Lengths()
     lengths.add(torch.tensor([1.0, math.nan]))
     assert lengths.stats().mean is None
@@ -81,7 +81,7 @@ def test_a_model_is_left_clean_after_an_error():
     assert model.cfg.context == 12
 
 
-def test_the_loss_is_that_of_the_model_also_in_parts(monkeypatch):
+def test_the_loss_in_chunks_is_the_loss_of_the_model(monkeypatch):
     model, batches = tiny(), some_batches()
     expected = statistics.fmean(model(b.inputs, b.targets).item() for b in batches)
     assert observe(model, batches) == pytest.approx(expected, rel=1e-9)
@@ -101,7 +101,7 @@ def test_skipped_positions_are_neither_in_the_loss_nor_in_the_lengths():
     assert probe.stream()[0].count == 5 * 4
 
 
-def test_sequences_beyond_the_context_are_possible_while_observing():
+def test_sequences_longer_than_the_context_can_be_observed():
     model = tiny()
     assert observe(model, some_batches(length=30)) is not None
     assert model.cfg.context == 12

@@ -12,12 +12,12 @@ from tests.analysis.conftest import VOCAB, tiny
 from tests.analysis.parts import measure_robustness
 
 LONG = 40
-"""From this token on embeddings have length 6, the others 2."""
+"""Embeddings of tokens from this one on have length 6, the others 2."""
 
 
 @pytest.fixture
 def model():
-    """GPT+ whose blocks add nothing, so that the stream is the embedding, and which knows nothing of the next token."""
+    """GPT+ whose blocks add 0, so that the stream is the embedding, and whose logits are all 0."""
     found = tiny("gpt+")
     with torch.no_grad():
         found.W_e.weight.copy_(2 * torch.nn.functional.normalize(found.W_e.weight, dim=1))
@@ -60,7 +60,7 @@ def test_planted_lengths(model):
     assert [s.loss for s in found.shifts] == pytest.approx([math.log(VOCAB)] * 4, rel=1e-6)
 
 
-def test_the_loss_beyond_the_context_is_of_what_lies_there():
+def test_the_loss_beyond_the_context_counts_those_positions_only():
     model = tiny("angpt")
     tokens = rows(0, VOCAB, (3, 25))
     found = measure_robustness(model, text(), [Condition("beyond", "", tokens, skip=12)], batch_tokens=24)
@@ -72,7 +72,7 @@ def test_the_loss_beyond_the_context_is_of_what_lies_there():
 
 
 def test_the_worst_layer_is_where_the_stream_changes_most(model):
-    """The second layer's attention doubles what long embeddings bring."""
+    """The second layer's attention doubles the stream."""
     block = model.blocks[1]
     with torch.no_grad():
         eye = torch.eye(16, dtype=torch.float64)

@@ -17,7 +17,7 @@ def stats(mean, std=0.0):
     return Stats(10, mean, std, mean, 1 / mean, mean, mean, std / mean)
 
 
-def test_numbers_read_well():
+def test_numbers_in_words():
     written = [number(v) for v in (0.99999, 1.0, 0.0502, 12.345, 545.68, 1831.42, -0.31, 4e-8, 0.00012, None)]
     assert written == ["1.00", "1.00", "0.0502", "12.3", "546", "1,831", "-0.310", "0", "0.000120", "–"]
     assert number(3.61388, 4) == "3.614"
@@ -37,7 +37,7 @@ def measured(runs):
 
 
 def planted(analysis):
-    """The norms of a GPT+ and an anGPT put in place of what was measured."""
+    """The analysis with known norms in place of the measured ones."""
     block = BlockNorms.of(2.0, 4.0, 1.0, 3.0, 5.0)
     other = BlockNorms.of(2.0, 1.0, 6.0, 3.0, 5.0)
     runs = []

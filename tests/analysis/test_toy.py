@@ -19,18 +19,18 @@ def test_the_best_rate_gives_the_contraction_of_the_paper(kappa):
         assert max(abs(1 - worse * value) for value in eigenvalues) >= slow
 
 
-def test_twice_the_inverse_of_the_largest_eigenvalue_is_the_end_of_convergence():
+def test_rates_above_two_over_the_largest_eigenvalue_diverge():
     eigenvalues = toy.spectrum(10.0)
     assert toy.descend(eigenvalues, 0.99 * 2 / 10, 500)[-1] < 1e-2
     assert toy.descend(eigenvalues, 1.01 * 2 / 10, 500)[-1] > 1e2
 
 
-def test_normalized_columns_leave_nothing_to_condition():
+def test_normalized_columns_have_condition_number_1():
     assert toy.preconditioned(np.array([0.1, 3.0, 50.0])) == pytest.approx([1, 1, 1])
     assert toy.measured_contraction(toy.preconditioned(toy.spectrum(100.0)), 1.0) == 0
 
 
-def test_the_sum_grows_with_the_root_of_the_depth_and_the_factor_holds_it():
+def test_the_sum_grows_with_the_root_of_the_depth_and_the_factor_keeps_it_at_1():
     growth = toy.residual_growth(50, d=512, samples=200, alpha=0.3)
     depth = np.arange(1, 51)
     assert growth.summed.numpy() == pytest.approx(np.sqrt(depth), rel=0.02)
