@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from angpt.data.tokenizers import load_tokenizer
-from angpt.evaluation.evaluate import Display, Evaluator, Harness, How, evaluate_tasks
+from angpt.evaluation.evaluate import Display, Evaluator, Harness, Settings, evaluate_tasks
 from angpt.evaluation.results import Results
 from angpt.evaluation.subjects import open_subject
 from angpt.evaluation.tasks import PAPER, TASKS, choose, write_configs
@@ -87,7 +87,7 @@ def theirs(
 def evaluated(path: Path, benchmarks: Path) -> Results:
     display = Display(Console(quiet=True))
     subject = open_subject(path)
-    evaluator = Evaluator(subject, How.choose("cpu", "fp32", 500, None), display)
+    evaluator = Evaluator(subject, Settings.choose("cpu", "fp32", 500, None), display)
     evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, display), subject.tokenizer(None))
     return evaluator.results
 
