@@ -125,13 +125,8 @@ class TrainingModel:
         before = torch.cuda.memory_allocated(self.device)
         self.step()
         step = torch.cuda.max_memory_allocated(self.device) - before
-        held = [
-            tensor
-            for state in self.engine.optimizer.states
-            for tensor in (state.weight, state.copy, state.exp_avg, state.exp_avg_sq)
-            if tensor is not None
-        ]
-        return (step + sum(x.numel() * x.element_size() for x in held)) / 2**30
+        states = ((s.weight, s.copy, s.exp_avg, s.exp_avg_sq) for s in self.engine.optimizer.states)
+        return (step + sum(x.nbytes for state in states for x in state if x is not None)) / 2**30
 
     def parts(self, rounds: int) -> dict[str, float]:
         """Milliseconds of each part of a step."""
@@ -265,19 +260,14 @@ def tables(results: Sequence[Result]) -> list[Table]:
         f"{first.size}, {first.rows} × {first.context:,} tokens per step",
     )
     rows = [(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS)) for r in results]
-    parts = Table(("", *PARTS), rows, "Parts of a step, ms")
-    profiles = [groups_table(results), *(profile_table(r) for r in results)] if first.kernels else []
-    return [steps, parts, *profiles]
-
-
-def groups_table(results: Sequence[Result]) -> Table:
-    shown = [group for group in results[0].groups_ms if any(r.groups_ms[group] > 0 for r in results)]
-    rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]
-    return Table(("", *(r.architecture for r in results)), rows, "Kernels of a step by purpose, ms")
-
-
-def profile_table(result: Result) -> Table:
-    rows = [
-        (f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…") for name, calls, ms in result.kernels
-    ]
-    return Table(("ms", "calls", "kernel"), rows, f"{result.architecture}: longest kernels of a step", left=(2,))
+    found = [steps, Table(("", *PARTS), rows, "Parts of a step, ms")]
+    if first.kernels:
+        shown = [group for group in first.groups_ms if any(r.groups_ms[group] > 0 for r in results)]
+        rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]
+        found.append(Table(("", *(r.architecture for r in results)), rows, "Kernels of a step by purpose, ms"))
+    for r in results if first.kernels else ():
+        rows = [
+            (f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…") for name, calls, ms in r.kernels
+        ]
+        found.append(Table(("ms", "calls", "kernel"), rows, f"{r.architecture}: longest kernels of a step", left=(2,)))
+    return found
