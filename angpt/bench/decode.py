@@ -15,7 +15,6 @@ from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.sampling import GREEDY
-from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded
 from angpt.models.variants import build
 from angpt.present.tables import Table
@@ -55,16 +54,13 @@ class Result:
     """Time of a step of transformers divided by ours."""
 
 
-def random_prompts(cfg: ModelConfig, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.randint(cfg.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
-
-
 class DecodingModel:
     """A folded model after the prefill, which decodes the same tokens in every turn."""
 
     def __init__(self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int) -> None:
         self.model, self.new_tokens = model, new_tokens
-        self.prompts = random_prompts(model.cfg, batch, prompt, model.device)
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).to(model.device)
         self.lengths = torch.full((batch,), prompt, device=model.device)
         synchronize(model.device)
         start = time.perf_counter()
@@ -87,22 +83,6 @@ class DecodingModel:
     @torch.no_grad()
     def prefill(self) -> None:
         self.model.prefill(self.prompts, self.lengths, self.engine.caches)
-
-
-class Reference:
-    """transformers' `generate` on an export of the same model."""
-
-    def __init__(self, model: Decoder, batch: int, prompt: int, device: torch.device, dtype: torch.dtype) -> None:
-        from angpt.inference.hf import as_transformers
-
-        self.model = as_transformers(model, device, dtype)
-        self.prompts = random_prompts(model.cfg, batch, prompt, device)
-
-    def generate(self, new_tokens: int) -> None:
-        self.model.generate(
-            self.prompts, attention_mask=torch.ones_like(self.prompts), do_sample=False, min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
 
 
 def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
@@ -132,25 +112,26 @@ def bench_decode(
     if prompt + new_tokens > context:
         raise UserError(f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {context:,}")
     subjects: dict[tuple[str, Step], DecodingModel] = {}
-    references: dict[str, Reference] = {}
+    turns: dict[Any, Callable[[], Any]] = {}
     for name in architectures:
         progress(f"{name}: building and folding")
         with device:
             model = build(ModelConfig.size(size, architecture=name))
         folded = fold(model).prepare(device, dtype)
-        if reference:
-            references[name] = Reference(model, batch, prompt, device, dtype)
         for step in steps:
             progress(f"{name}: first tokens, {step}")
-            subjects[name, step] = DecodingModel(folded, batch, step, prompt, new_tokens)
-    turns: dict[Any, Callable[[], None]] = {}
-    for key, subject in subjects.items():
-        turns["decode", *key] = subject.decode
-        if key[1] == steps[0]:
-            turns["prefill", key[0]] = subject.prefill
-    for name, theirs in references.items():
-        turns["long", name] = partial(theirs.generate, REFERENCE_TOKENS)
-        turns["short", name] = partial(theirs.generate, 1)
+            subjects[name, step] = subject = DecodingModel(folded, batch, step, prompt, new_tokens)
+            turns["decode", name, step] = subject.decode
+            turns.setdefault(("prefill", name), subject.prefill)
+        if reference:
+            from angpt.inference.hf import as_transformers
+
+            options = {"attention_mask": torch.ones_like(subject.prompts), "do_sample": False, "pad_token_id": 0}
+            theirs = partial(
+                as_transformers(model, device, dtype).generate, subject.prompts, eos_token_id=None, **options
+            )
+            for key, count in (("long", REFERENCE_TOKENS), ("short", 1)):
+                turns[key, name] = partial(theirs, min_new_tokens=count, max_new_tokens=count)
     progress("warming up")
     in_turns(turns, device, rounds=1)
     progress(f"{rounds} rounds")

@@ -57,7 +57,7 @@ def test_bits_per_byte_counts_the_bytes_of_the_text(prepared: Path) -> None:
     assert len(texts) < len(tokens)
 
 
-def test_bytes_are_counted_by_decoding_where_there_is_no_index(prepared: Path, tmp_path: Path) -> None:
+def test_bytes_are_counted_by_decoding_without_an_index(prepared: Path, tmp_path: Path) -> None:
     index = json.loads((prepared / "index.json").read_text())
     for split in ("train", "val"):
         (tmp_path / f"{split}.bin").write_bytes((prepared / f"{split}-00000.bin").read_bytes())

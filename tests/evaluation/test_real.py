@@ -1,4 +1,4 @@
-"""The real benchmarks, where they are at hand: ../shared/benchmarks, or ANGPT_BENCHMARKS."""
+"""The real benchmarks, if available: ../shared/benchmarks, or ANGPT_BENCHMARKS."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def chances() -> dict[str, tuple[float, float]]:
-    """Between what a model that knows nothing scores.
+    """The range of scores of a model without knowledge.
 
     On MMLU, whose answers are the letters A to D for every question, it has a favourite among them, and scores as often
     as that one is right.
