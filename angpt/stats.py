@@ -1,4 +1,4 @@
-"""Statistics: confidence intervals, the deviation between seeds, tests of a difference, and the edge of a grid."""
+"""Statistics: confidence intervals, deviation between seeds, tests of a difference, and the edge of a grid."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,29 +10,29 @@ from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
 OUTLIER = 0.001
-"""Probability below which a group of runs is taken to vary more than the others do."""
+"""Probability below which a group of runs counts as varying more than the others."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate (a mean unless stated otherwise) and its 95 % interval, None where the data do not give one."""
+    """An estimate (a mean unless stated otherwise) and its 95 % interval, None if the data give none."""
 
     mean: float
     low: float | None = None
     high: float | None = None
     n: int | None = None
-    """Number of seeds, where it is a mean over seeds."""
+    """Number of seeds, if it is a mean over seeds."""
 
     @classmethod
     def around(cls, mean: float, error: float, freedom: float, n: int | None = None) -> Self:
-        """The interval by Student's t of an estimate with this standard error and these degrees of freedom."""
+        """An estimate with this standard error and degrees of freedom, and its interval by Student's t."""
         if freedom <= 0:
             return cls(mean, n=n)
         half = quantile(freedom) * error
         return cls(mean, mean - half, mean + half, n)
 
     def map(self, function: Callable[[float], float]) -> "Interval":
-        """The interval of a rising function of the quantity."""
+        """The interval of an increasing function of the quantity."""
         low, high = (None if x is None else function(x) for x in (self.low, self.high))
         return Interval(function(self.mean), low, high, self.n)
 
@@ -49,14 +49,14 @@ class Interval:
 
 
 def quantile(freedom: float) -> float:
-    """The value that Student's t exceeds in size with a probability of 5 %."""
+    """The absolute value that Student's t exceeds with a probability of 5 %."""
     from scipy import stats
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean and its interval from the spread of the values themselves."""
+    """The mean of the values, with its interval from their standard deviation."""
     n = len(values)
     error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return Interval.around(float(np.mean(values)), error, n - 1, n)
@@ -64,13 +64,13 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Standard deviation of a logarithm between seeds, and the degrees of freedom that it was estimated with."""
+    """Standard deviation of a logarithm between seeds, and its degrees of freedom."""
 
     value: float
     freedom: int
 
     def half_width(self, scale: float) -> float | None:
-        """Half of the confidence interval for a quantity whose standard error is `scale` times the deviation."""
+        """Half the width of the confidence interval if the standard error is `scale` times the deviation."""
         return None if self.freedom == 0 else quantile(self.freedom) * scale * self.value
 
 
@@ -79,21 +79,19 @@ def mean_log(values: Sequence[float]) -> float:
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> Deviation:
-    """The deviation of the logarithms within groups of runs that differ in the seed alone, taken as equal in all."""
-    squares, freedom = 0.0, 0
-    for values in groups:
-        if len(values):
-            center = mean_log(values)
-            squares += sum((math.log(x) - center) ** 2 for x in values)
-            freedom += len(values) - 1
+    """The deviation of the logarithms within groups of runs that differ only in the seed, assumed equal in all."""
+    groups = [values for values in groups if len(values)]
+    squares = sum(
+        sum((math.log(x) - center) ** 2 for x in values) for values in groups for center in [mean_log(values)]
+    )
+    freedom = sum(len(values) - 1 for values in groups)
     return Deviation(math.sqrt(squares / freedom) if freedom else 0.0, freedom)
 
 
 def deviations(groups: Sequence[Sequence[float]]) -> list[Deviation]:
     """The deviation between seeds of each group: pooled over all groups except outliers, which get their own.
 
-    A group is an outlier where an F test says that it varies far more than the others do, such as a variant that is
-    close to divergence.
+    A group is an outlier if it varies far more than the others by an F test, such as a variant close to divergence.
     """
     from scipy import stats
 
@@ -111,13 +109,13 @@ def deviations(groups: Sequence[Sequence[float]]) -> list[Deviation]:
 
 
 def geometric_mean(values: Sequence[float], deviation: Deviation) -> Interval:
-    """The geometric mean over seeds, with the interval that the deviation of the logarithms gives it."""
+    """The geometric mean over seeds, with its interval from the deviation of the logarithms."""
     n = len(values)
     return Interval.around(mean_log(values), deviation.value / math.sqrt(n), deviation.freedom, n).exp()
 
 
 def welch(parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Standard error and degrees of freedom (Welch) of a sum of independent estimates (error, degrees of freedom)."""
+    """Standard error and degrees of freedom of a sum of independent estimates, given as (error, freedom), by Welch."""
     total = sum(error**2 for error, _ in parts)
     if any(freedom <= 0 for _, freedom in parts):
         return math.sqrt(total), 0.0
@@ -131,7 +129,7 @@ class Difference:
 
     estimate: Interval
     p_value: float | None
-    """Probability of a difference at least this large if there were none."""
+    """Probability of a difference at least this large under the null hypothesis of no difference."""
 
 
 def difference(one: tuple[float, float, float], two: tuple[float, float, float]) -> Difference:
@@ -148,7 +146,7 @@ def difference(one: tuple[float, float, float], two: tuple[float, float, float])
 def relative_change(
     values: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation
 ) -> Interval:
-    """The ratio of two geometric means, minus one, with its interval; Welch's where the deviations differ."""
+    """The ratio of two geometric means, minus one, with its interval; by Welch if the deviations differ."""
     errors = spread.value / math.sqrt(len(values)), base_spread.value / math.sqrt(len(base))
     error, freedom = welch([(errors[0], spread.freedom), (errors[1], base_spread.freedom)])
     if spread == base_spread:
@@ -157,13 +155,13 @@ def relative_change(
 
 
 def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> bool | None:
-    """True if the geometric means of two groups differ at this confidence; None where that cannot be decided."""
+    """True if the geometric means of two groups differ at 95 % confidence; None without an interval."""
     change = relative_change(one, two, deviation, deviation)
     return None if change.low is None else not change.covers(0.0)
 
 
 def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None:
-    """Pearson's correlation, or Spearman's of the ranks; None where x or y does not vary."""
+    """Pearson's correlation, or Spearman's of the ranks; None if x or y is constant."""
     from scipy import stats
 
     if np.size(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -172,9 +170,9 @@ def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None
 
 
 def edge(values: ArrayLike) -> tuple[int, int]:
-    """The index of the lowest value of a grid, and the edge that it lies on: −1 the first, 1 the last, 0 neither.
+    """The index of the lowest value of a grid, and its edge: −1 the first, 1 the last, 0 neither.
 
-    Of equal values the one inside counts. A grid of one value has no edge.
+    Of equal lowest values, one inside the grid counts. A grid of one value has no edge.
     """
     found = np.asarray(values, float)
     last = len(found) - 1

@@ -56,7 +56,7 @@ def test_means():
 
 
 def test_the_interval_of_a_change():
-    """Against its definition: exp of the difference of mean logs, ± t · s · sqrt(1/n + 1/m)."""
+    """Compared with its definition: exp of the difference of mean logs, ± t · s · sqrt(1/n + 1/m)."""
     spread = Deviation(0.01, 3)
     found = relative_change([2.0, 2.1], [1.9, 2.0, 2.2], spread, spread)
     log = (math.log(2.0) + math.log(2.1)) / 2 - (math.log(1.9) + math.log(2.0) + math.log(2.2)) / 3

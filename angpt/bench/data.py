@@ -1,7 +1,9 @@
-"""`angpt bench data`: how many tokens per second reach the device, by batch size."""
+"""`angpt bench data`: tokens per second that reach the device, by batch size."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,39 +25,25 @@ class Result:
     loader: Interval
     """Tokens per second that the loader gathers, in one thread."""
     delivered: Interval
-    """Tokens per second that arrive on the device, with what the thread does beside."""
+    """Tokens per second that the prefetcher delivers to the device."""
 
 
 def bench_data(path: Path, context: int, rows: Sequence[int], device: torch.device, rounds: int) -> list[Result]:
+    """Measure the loader alone, and the prefetcher on top of it, at each number of sequences."""
     data = TokenData.open(path, "train")
     results = []
     for count in rows:
-        loader = Loader(data, context, count, seed=0)
-        step = 0
+        loader, steps = Loader(data, context, count, seed=0), itertools.count()
 
-        def gather(loader: Loader = loader) -> None:
-            nonlocal step
-            for _ in range(BATCHES):
-                loader.batch(step)
-                step += 1
+        def rate(call: Callable[[], object], tokens: int = count * context) -> Interval:
+            in_turns({"": call}, device, 1, BATCHES)
+            return median([tokens / s for s in in_turns({"": call}, device, rounds, BATCHES)[""]])
 
         with Prefetcher(loader, 0, device) as batches:
-
-            def deliver(batches: Prefetcher = batches) -> None:
-                for _ in range(BATCHES):
-                    next(batches)
-
-            deliver()
-            delivered = in_turns({"": deliver}, device, rounds)[""]
-        gather()
-        gathered = in_turns({"": gather}, device, rounds)[""]
-        tokens = BATCHES * count * context
-        results.append(Result(context, count, _rate(gathered, tokens), _rate(delivered, tokens)))
+            delivered = rate(partial(next, batches))
+        gathered = rate(lambda loader=loader, steps=steps: loader.batch(next(steps)))  # type: ignore[misc]
+        results.append(Result(context, count, gathered, delivered))
     return results
-
-
-def _rate(seconds: Sequence[float], tokens: int) -> Interval:
-    return median([tokens / s for s in seconds])
 
 
 def tables(results: Sequence[Result]) -> list[Table]:

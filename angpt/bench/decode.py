@@ -1,9 +1,10 @@
-"""`angpt bench decode`: writing and reading tokens with folded models, in turns, against the bytes that must be read
-and against transformers' own `generate` on the same weights."""
+"""`angpt bench decode`: decoding and prefill with folded models, in turns, compared with the bytes that must be read
+and with transformers' own `generate` on the same weights."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.sampling import GREEDY
-from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded
 from angpt.models.variants import build
 from angpt.present.tables import Table
@@ -23,12 +23,12 @@ from angpt.stats import Interval
 from angpt.training.hardware import bandwidth, synchronize
 
 REFERENCE_TOKENS = 33
-"""New tokens of transformers per turn, less one that comes with reading the prompt."""
+"""New tokens of transformers per turn; the first comes with the prefill."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One architecture at one batch size, with one kind of step."""
+    """Measurements of one architecture at one batch size, with one kind of step."""
 
     architecture: str
     size: str
@@ -41,21 +41,21 @@ class Result:
     tokens_per_s: float
     """Tokens per second of all rows together."""
     speed: Interval
-    """Time per token over that of the first architecture with the same kind of step."""
+    """Speed relative to the baseline with the same kind of step."""
     floor_ms: float
-    """Bytes of weights and cache that a step must read, over the measured bandwidth of a copy."""
+    """Lower bound: bytes of weights and cache that a step must read, divided by the measured bandwidth of a copy."""
     prefill_ms: Interval
     prefill_tokens_per_s: float
     first_token_s: float
-    """Seconds from building the engine to its second token, with capture and compilation."""
+    """Seconds from building the engine to its second token, including capture and compilation."""
     transformers_ms: Interval | None
-    """Time of a step of transformers' `generate`, greedy, with its own cache."""
+    """Time of a step of transformers' greedy `generate`, with its own cache."""
     over_transformers: Interval | None
-    """Time of a step of transformers over ours."""
+    """Time of a step of transformers divided by ours."""
 
 
 class DecodingModel:
-    """A folded model that has read its prompts, and decodes the same tokens again in every turn."""
+    """A folded model after the prefill, which decodes the same tokens in every turn."""
 
     def __init__(self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int) -> None:
         self.model, self.new_tokens = model, new_tokens
@@ -85,33 +85,13 @@ class DecodingModel:
         self.model.prefill(self.prompts, self.lengths, self.engine.caches)
 
 
-class Reference:
-    """transformers' `generate` on what an export of the same model holds."""
-
-    def __init__(self, model: Decoder, batch: int, prompt: int, device: torch.device, dtype: torch.dtype) -> None:
-        from angpt.inference.hf import as_transformers
-
-        self.model = as_transformers(model, device, dtype)
-        generator = torch.Generator().manual_seed(0)
-        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).to(device)
-
-    def generate(self, new_tokens: int) -> None:
-        self.model.generate(
-            self.prompts, attention_mask=torch.ones_like(self.prompts), do_sample=False, min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-
-
 def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
-    """Bytes that a step must read, on average over the new tokens.
-
-    These are all weights, of the embedding one row per token, and the keys and values of the tokens before.
-    """
+    """Bytes that a step must read, on average over the new tokens: weights (one row of the embedding per token), and
+    keys and values of the earlier tokens."""
+    cfg = model.cfg
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    weights -= (model.W_e.shape[0] - batch) * model.cfg.d_model * model.W_e.element_size()
-    length = prompt + new_tokens / 2
-    cache = 2 * model.cfg.n_layers * batch * length * model.cfg.d_model * model.W_h.element_size()
-    return weights + cache
+    weights -= (model.W_e.shape[0] - batch) * cfg.d_model * model.W_e.element_size()
+    return weights + 2 * cfg.n_layers * batch * (prompt + new_tokens / 2) * cfg.d_model * model.W_h.element_size()
 
 
 def bench_decode(
@@ -127,36 +107,35 @@ def bench_decode(
     reference: bool,
     progress: Callable[[str], None],
 ) -> list[Result]:
-    """All architectures at one batch size; the first of them is what the others are compared with."""
-    config = ModelConfig.size(size)
-    if prompt + new_tokens > config.context:
-        raise UserError(
-            f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {config.context:,}"
-        )
+    """Measure all architectures at one batch size; the first is the baseline."""
+    context = ModelConfig.size(size).context
+    if prompt + new_tokens > context:
+        raise UserError(f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {context:,}")
     subjects: dict[tuple[str, Step], DecodingModel] = {}
-    references: dict[str, Reference] = {}
+    turns: dict[Any, Callable[[], Any]] = {}
     for name in architectures:
         progress(f"{name}: building and folding")
         with device:
             model = build(ModelConfig.size(size, architecture=name))
         folded = fold(model).prepare(device, dtype)
-        if reference:
-            references[name] = Reference(model, batch, prompt, device, dtype)
         for step in steps:
             progress(f"{name}: first tokens, {step}")
-            subjects[name, step] = DecodingModel(folded, batch, step, prompt, new_tokens)
-    turns: dict[Any, Callable[[], None]] = {}
-    for key, subject in subjects.items():
-        turns["decode", *key] = subject.decode
-        if key[1] == steps[0]:
-            turns["prefill", key[0]] = subject.prefill
-    for name, theirs in references.items():
-        turns["long", name] = lambda theirs=theirs: theirs.generate(REFERENCE_TOKENS)  # type: ignore[misc]
-        turns["short", name] = lambda theirs=theirs: theirs.generate(1)  # type: ignore[misc]
+            subjects[name, step] = subject = DecodingModel(folded, batch, step, prompt, new_tokens)
+            turns["decode", name, step] = subject.decode
+            turns.setdefault(("prefill", name), subject.prefill)
+        if reference:
+            from angpt.inference.hf import as_transformers
+
+            options = {"attention_mask": torch.ones_like(subject.prompts), "do_sample": False, "pad_token_id": 0}
+            theirs = partial(
+                as_transformers(model, device, dtype).generate, subject.prompts, eos_token_id=None, **options
+            )
+            for key, count in (("long", REFERENCE_TOKENS), ("short", 1)):
+                turns[key, name] = partial(theirs, min_new_tokens=count, max_new_tokens=count)
     progress("warming up")
     in_turns(turns, device, rounds=1)
     progress(f"{rounds} rounds")
-    seconds: dict[Any, list[float]] = in_turns(turns, device, rounds)
+    seconds = in_turns(turns, device, rounds)
     rate = bandwidth(device)
     results = []
     for (name, step), subject in subjects.items():
@@ -193,7 +172,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
     first = results[0]
     several = len({r.step for r in results}) > 1
     names = [f"{r.architecture} {r.step}" if several else r.architecture for r in results]
-    writing = Table(
+    decoding = Table(
         ("", "ms/token", "quartiles", "tokens/s", f"÷ {first.architecture}", "95 %", "÷ floor"),
         [
             (
@@ -205,10 +184,10 @@ def tables(results: Sequence[Result]) -> list[Table]:
             )
             for name, r in zip(names, results, strict=True)
         ],
-        f"{first.size}, {plural(first.batch, 'row')}, {first.new_tokens} tokens behind {first.prompt}",
+        f"{first.size}, {plural(first.batch, 'row')}, {first.new_tokens} tokens after {first.prompt}",
     )
-    around = Table(
-        ("", "floor ms", "prefill ms", "tokens/s", "first s", "theirs ms", "speed-up"),
+    other = Table(
+        ("", "floor ms", "prefill ms", "tokens/s", "first s", "transformers ms", "speed-up"),
         [
             (
                 name,
@@ -221,6 +200,6 @@ def tables(results: Sequence[Result]) -> list[Table]:
             )
             for name, r in zip(names, results, strict=True)
         ],
-        "Floor, reading the prompt, time to the second token, transformers",
+        "Lower bound, prefill, time to the second token, transformers",
     )
-    return [writing, around]
+    return [decoding, other]

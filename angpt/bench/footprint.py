@@ -1,4 +1,4 @@
-"""Memory of each GPU and traffic between them that a run needs, computed from sizes; docs/scaling.md has the tables."""
+"""Memory per GPU and traffic between GPUs of a run, computed from sizes; docs/scaling.md has the tables."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from angpt.training.reducer import BUCKET_BYTES
 BF16, FP32 = 2, 4
 MOMENTS = 2 * FP32
 KEPT = 44
-"""Bytes of activations that a block keeps per token and unit of width, in bf16: its input, q, k, v, the normed q and k,
-the attention's output, the two that go into each residual update, u and z, and their product: 22 · d_m values."""
+"""Bytes of bf16 activations that a block keeps per token and unit of width, 22 values: its input, q, k, v, the normed q
+and k, the output of attention, the two inputs of each residual update, u and z, and their product."""
 
 
 @dataclass(frozen=True)
 class MatrixCounts:
-    """Sizes of a model that decide memory and traffic."""
+    """Sizes of a model that determine memory and traffic."""
 
     blocks: int
     """Entries of the matrices of all blocks."""
@@ -46,57 +46,60 @@ def matrix_counts(cfg: ModelConfig) -> MatrixCounts:
 
 
 def state_bytes(cfg: ModelConfig, strategy: Parallel | None, shards: int = 1) -> float:
-    """Bytes of parameters, moments, gradients and gathered shards on one GPU, in one pass per step, without vectors."""
+    """Bytes of matrices on one GPU: parameters, moments, gradients and gathered shards, with one pass per step."""
     n = matrix_counts(cfg)
-    if strategy != "fsdp":  # a copy in bf16, and its gradient
+    if strategy != "fsdp":  # with a copy in bf16 and its gradient
         return n.matrices * (FP32 + MOMENTS + BF16 + BF16)
     held = n.matrices * (FP32 + MOMENTS + FP32) / shards
     if shards == 1:
         return held + n.matrices * 2 * BF16
-    # Embedding and head for the whole step, a block and the next one, each with its gradient.
+    # Embedding and head during the whole step, and a block and the next one; each has its gradient.
     return held + (n.ends + 2 * n.blocks / cfg.n_layers) * BF16 + (n.ends + n.blocks / cfg.n_layers) * BF16
 
 
 def activation_bytes(cfg: ModelConfig, tokens: int, recompute: bool = False) -> float:
-    """Bytes of activations on one GPU for this many tokens in a forward pass."""
+    """Bytes of activations on one GPU with this many tokens per forward pass."""
     layers = cfg.d_model * (BF16 * cfg.n_layers + KEPT if recompute else KEPT * cfg.n_layers)
     return tokens * (layers + BF16 * cfg.vocab_size)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the tables assume: numbers of data sheets, reduced to what is reached in practice."""
+    """The machine that the tables assume: figures of data sheets, reduced to what is reached in practice."""
 
     gpus: int = 8
     flops: float = 0.5 * 989e12
     """FLOP/s of an H100 at an MFU of 50 %."""
     inside: float = 350e9
-    """Bytes per second that a GPU sends over NVLink (450 GB/s on paper)."""
+    """Bytes per second of a GPU over NVLink (450 GB/s in the data sheet)."""
     between: float = 40e9
-    """Bytes per second over the network, with an adapter of 400 Gbit/s for each GPU (50 GB/s on paper)."""
+    """Bytes per second of a GPU over the network, with one 400 Gbit/s adapter per GPU (50 GB/s in the data sheet)."""
     hop_inside: float = 1e-6
-    """Seconds that a small message takes to the next GPU of the machine."""
+    """Latency to the next GPU of the machine, in seconds."""
     hop_between: float = 10e-6
-    """Seconds that a small message takes to the next machine."""
+    """Latency to the next machine, in seconds."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a GPU sends in a step inside its machine and to other machines, and the latency of small messages."""
+    """Bytes that a GPU sends per step inside its machine and to other machines, and the latency in seconds."""
 
     inside: float
     between: float
     latency: float
 
     def seconds(self, machine: Machine) -> float:
-        """Time on the links, which work in parallel, without overlap with compute."""
+        """Time of the communication, without overlap with compute; both links work in parallel."""
         return max(self.inside / machine.inside, self.between / machine.between) + self.latency
 
 
 def traffic(cfg: ModelConfig, strategy: Parallel, ranks: int, machine: Machine, shards: int | None = None) -> Traffic:
-    """To sum n bytes over k ranks in rings each sends 2 n (k − 1)/k; to gather them, or to scatter sums, half of that.
-    Rings pass through all GPUs of a machine before they leave it, each by another adapter: a GPU's adapter sends its
-    part of that. A sum finds its way through a tree of machines; gathering goes around the ring."""
+    """Traffic of one GPU per step.
+
+    An all-reduce of n bytes over k ranks in rings sends 2 n (k − 1)/k per rank; an all-gather or reduce-scatter half of
+    that. A ring passes through all GPUs of a machine before it leaves it, and each ring uses another adapter, so an
+    adapter sends 1/GPUs of that. The latency of an all-reduce is that of a tree of machines, of an all-gather a ring's.
+    """
     n = matrix_counts(cfg)
     inner, machines = min(ranks, machine.gpus), max(1, ranks // machine.gpus)
     tree = 2 * machines.bit_length() * machine.hop_between if machines > 1 else 0.0
@@ -105,10 +108,10 @@ def traffic(cfg: ModelConfig, strategy: Parallel, ranks: int, machine: Machine, 
         buckets = -(-n.matrices * BF16 // BUCKET_BYTES)
         return Traffic(total, total / inner if machines > 1 else 0.0, buckets * tree)
     shards = shards or ranks
-    gathers = (n.ends + 2 * n.blocks) * BF16  # blocks again for the backward pass
+    gathers = (n.ends + 2 * n.blocks) * BF16  # blocks are gathered again for the backward pass
     shared = _part(shards) * (gathers + n.matrices * BF16)
-    messages = cfg.n_layers * 3  # two gathers and a sum
-    if shards <= inner:  # then whole copies are kept equal between machines, if there are several
+    messages = cfg.n_layers * 3  # two all-gathers and a reduce-scatter
+    if shards <= inner:  # gradients of the replicas are then all-reduced between machines
         copies = 2 * _part(ranks // shards) * n.matrices * BF16 / shards
         return Traffic(shared, copies, messages * (shards - 1) * machine.hop_inside + cfg.n_layers * tree)
     around = (shards - machines) * machine.hop_inside + machines * machine.hop_between
@@ -120,7 +123,7 @@ def _part(ranks: int) -> float:
 
 
 def memory_table(context: int = 2048) -> str:
-    """GiB per GPU for parameters and the like, and for one sequence in a forward pass."""
+    """GiB per GPU for the training state, and for the activations of one sequence."""
     head = ["size", "parameters", "ddp", "fsdp 4", "fsdp 8", "fsdp 64", "a sequence", "recomputed"]
     rows = []
     for size in SIZES:
@@ -132,7 +135,7 @@ def memory_table(context: int = 2048) -> str:
 
 
 def traffic_table(size: str = "1B", context: int = 2048) -> str:
-    """A step of the batch that the rules give, on more and more GPUs."""
+    """Milliseconds of compute and communication per step at the default batch size, by the number of GPUs."""
     cfg, machine = ModelConfig.size(size, context=context), Machine()
     n = matrix_counts(cfg)
     sequences = rule_for(cfg.architecture).batch_at(n.parameters, context) // context
@@ -141,14 +144,15 @@ def traffic_table(size: str = "1B", context: int = 2048) -> str:
     for ranks in (1, 8, 16, 64, 256, 1024, 4096):
         each = max(1, sequences // ranks)
         compute = each * context * n.flops_per_token / machine.flops
-        ddp = traffic(cfg, "ddp", ranks, machine).seconds(machine)
-        fsdp = traffic(cfg, "fsdp", ranks, machine).seconds(machine)
-        hybrid = traffic(cfg, "fsdp", ranks, machine, min(ranks, machine.gpus)).seconds(machine)
-        over = "" if ranks <= sequences else f"a batch of {ranks * context / 1e6:.1f}M tokens"
-        best = min(ddp, fsdp, hybrid)
-        limit = "compute" if best < 2 / 3 * compute else "links"  # the backward pass, which hides it, is 2/3
-        cells = [f"{1e3 * x:,.1f}" for x in (compute, ddp, fsdp, hybrid)]
-        rows.append([f"{ranks:,}", f"{each}", *cells, limit + (f"; {over}" if over else "")])
+        kinds: tuple[tuple[Parallel, int | None], ...] = (
+            ("ddp", None),
+            ("fsdp", None),
+            ("fsdp", min(ranks, machine.gpus)),
+        )
+        links = [traffic(cfg, strategy, ranks, machine, shards).seconds(machine) for strategy, shards in kinds]
+        over = "" if ranks <= sequences else f"; a batch of {ranks * context / 1e6:.1f}M tokens"
+        limit = "compute" if min(links) < 2 / 3 * compute else "links"  # the backward pass, which hides it, is 2/3
+        rows.append([f"{ranks:,}", f"{each}", *(f"{1e3 * x:,.1f}" for x in (compute, *links)), limit + over])
     return Table(head, rows).markdown() + "\n"
 
 
@@ -156,12 +160,12 @@ TABLES: dict[str, Callable[[], str]] = {"memory": memory_table, "traffic": traff
 
 
 def generate(text: str) -> str:
-    """The text of docs/scaling.md with its tables as they are now."""
+    """The text of docs/scaling.md with up-to-date tables."""
     for name, table in TABLES.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
         if not mark or not end:
-            raise ValueError(f"docs/scaling.md has no place for the table {name!r}")
+            raise ValueError(f"docs/scaling.md has no marks for the table {name!r}")
         text = before + mark + table() + end + after
     return text
 

@@ -1,4 +1,4 @@
-"""`angpt bench moments`: what recording Adam's first moment adds to a training step."""
+"""`angpt bench moments`: the time that recording Adam's first moment adds to a training step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class Result:
     architecture: str
     step_ms: Interval
     record_ms: Interval
-    """One record, with the device idle before and after it."""
+    """Time of one record; the device is synchronized before and after it."""
     overhead: Interval
-    """Time of records over time of steps at the closest interval that a run uses."""
+    """Time of records relative to that of steps, at the shortest interval between records."""
 
 
 def bench_moments(
     configs: Sequence[ModelConfig], rows: int, device: torch.device, dtype: torch.dtype, compiled: bool, rounds: int
 ) -> list[Result]:
-    """Steps and records in turns, for each model alone."""
+    """Measure steps and records in turns, one model after the other."""
     results = []
     for config in configs:
         subject = TrainingModel(config, rows, device, dtype, compiled)
@@ -39,14 +39,9 @@ def bench_moments(
 
         in_turns({"step": subject.step, "record": record}, device, rounds=2)
         seconds = in_turns({"step": subject.step, "record": record}, device, rounds)
-        results.append(
-            Result(
-                architecture=config.architecture,
-                step_ms=median(seconds["step"]).times(1e3),
-                record_ms=median(seconds["record"]).times(1e3),
-                overhead=ratio(seconds["record"], seconds["step"]).times(1 / CLOSEST),
-            )
-        )
+        step_ms, record_ms = (median(seconds[name]).times(1e3) for name in ("step", "record"))
+        overhead = ratio(seconds["record"], seconds["step"]).times(1 / CLOSEST)
+        results.append(Result(config.architecture, step_ms, record_ms, overhead))
     return results
 
 

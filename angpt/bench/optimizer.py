@@ -1,7 +1,7 @@
-"""`angpt bench optimizer`: one step of the optimizer with clipping and constraint, against what PyTorch offers and
-against the bytes that it must move."""
+"""`angpt bench optimizer`: an optimizer step with clipping and constraint, compared with PyTorch's and with the bytes
+that it must move."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,15 +25,15 @@ class Result:
     size: str
     ours_ms: Interval
     torch_ms: Interval
-    """clip_grad_norm_, the fused AdamW, the constraint as a hook; gradients and parameters in fp32."""
+    """PyTorch: clip_grad_norm_, fused AdamW, the constraint as a hook; gradients and parameters in fp32."""
     speedup: Interval
     floor_ms: float
-    """Bytes that the step must move, over the measured bandwidth of a copy."""
+    """Lower bound: bytes that the step must move, divided by the measured bandwidth of a copy."""
 
 
 def floor_bytes(model: Decoder, low_precision: bool) -> int:
-    """The gradient twice (its norm, then the step); parameter and two moments read and written in fp32; and where
-    matrices are computed with in bf16, their gradient in 2 bytes and their copy written."""
+    """Bytes that a step must move: the gradient twice (norm, step), the parameter and two moments read and written in
+    fp32; with bf16 copies of matrices, their gradient has 2 bytes, and the copy is written."""
     total = 0
     for p in model.parameters():
         gradient, copied = (2, 2) if low_precision and is_matrix(p) else (4, 0)
@@ -44,6 +44,7 @@ def floor_bytes(model: Decoder, low_precision: bool) -> int:
 def bench_optimizer(
     size: str, architectures: Sequence[str], device: torch.device, dtype: torch.dtype, rounds: int
 ) -> list[Result]:
+    """Measure both optimizers in turns, one architecture after the other."""
     results = []
     for name in architectures:
         config = ModelConfig.size(size, architecture=name)
@@ -61,26 +62,18 @@ def bench_optimizer(
             holders: list[torch.Tensor] = holders, gradients: list[torch.Tensor] = gradients, engine: Engine = engine
         ) -> None:
             for p, g in zip(holders, gradients, strict=True):
-                p.grad = g if is_matrix(p) else g.clone()  # a step scales those of vectors in place
+                p.grad = g if is_matrix(p) else g.clone()  # a step scales gradients of vectors in place
             engine.step(1, LR)
 
         def theirs(model: Decoder = model, fused: torch.optim.Optimizer = fused) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             fused.step()
 
-        functions: dict[str, Callable[[], None]] = {"ours": ours, "torch": theirs}
-        in_turns(functions, device, rounds=2)
-        seconds = in_turns(functions, device, rounds, calls=3)
-        results.append(
-            Result(
-                architecture=name,
-                size=size,
-                ours_ms=median(seconds["ours"]).times(1e3),
-                torch_ms=median(seconds["torch"]).times(1e3),
-                speedup=ratio(seconds["torch"], seconds["ours"]),
-                floor_ms=1e3 * floor_bytes(model, dtype != torch.float32) / bandwidth(device),
-            )
-        )
+        in_turns({"ours": ours, "torch": theirs}, device, rounds=2)
+        seconds = in_turns({"ours": ours, "torch": theirs}, device, rounds, calls=3)
+        ours_ms, torch_ms = (median(seconds[key]).times(1e3) for key in ("ours", "torch"))
+        floor_ms = 1e3 * floor_bytes(model, dtype != torch.float32) / bandwidth(device)
+        results.append(Result(name, size, ours_ms, torch_ms, ratio(seconds["torch"], seconds["ours"]), floor_ms))
     return results
 
 

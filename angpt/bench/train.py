@@ -1,4 +1,4 @@
-"""`angpt bench train`: the training step of several architectures, measured in turns in one process."""
+"""`angpt bench train`: training steps of several architectures, measured in turns in one process."""
 
 import copy
 import dataclasses
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angpt.bench.measure import between, in_turns, median, ratio
+from angpt.bench.measure import between, in_turns, median, ratio, timed
 from angpt.config import SIZES, ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
@@ -25,9 +25,9 @@ from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
 BATCHES = 32
-"""Batches of different tokens before the first is repeated."""
+"""Number of different batches."""
 GROUPS = {
-    "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention is made of CUTLASS
+    "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention kernels use CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
     "SwiGLU": r"^_swiglu",
     "norm of rotated q and k": r"^_heads",
@@ -37,7 +37,7 @@ GROUPS = {
     "optimizer": r"^_(rows|columns|squares)|multi_tensor",
     "compiled": r"^triton_",
 }
-"""Kernels by what they are for, the first that fits; the rest is other."""
+"""Patterns of kernel names by purpose; the first match counts, the rest is other."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Result:
     context: int
     step_ms: Interval
     ratio: Interval
-    """Ratio of its step time to that of the first architecture."""
+    """Step time relative to the baseline."""
     tokens_per_s: float
     mfu: float
     """Model FLOPs utilization, relative to the measured rate of a large matrix product."""
     memory_gib: float
-    """Peak of this model and its step, without a CUDA graph; on the CPU that of the whole process."""
+    """Peak memory of this model and its step, without a CUDA graph; on the CPU that of the whole process."""
     graph: bool
     """True if a pass is a CUDA graph (`fast.graphs`)."""
     rounds_ms: list[float]
@@ -80,21 +80,20 @@ class Result:
     first_step_s: float
     """Seconds from building the model to the end of its first step."""
     parts_ms: dict[str, float]
-    """Each timed apart and without a CUDA graph, the device idle in between; `constraint` is the part of `optimizer`
-    that it adds."""
+    """Time of each part, measured separately and without a CUDA graph; `constraint` is what it adds to `optimizer`."""
     kernels: list[tuple[str, int, float]]
-    """Name, calls per step and milliseconds per step of what takes most, where a profile was asked for."""
+    """Name, calls per step and milliseconds per step of the longest kernels, if profiled."""
     groups_ms: dict[str, float]
-    """Milliseconds per step of all kernels, by `GROUPS`."""
+    """Milliseconds per step of the kernels in each of `GROUPS`."""
 
 
 class TrainingModel:
-    """A model in training, on random tokens that are as frequent as words, and not the same in each step: what a GPU at
-    its power limit multiplies has an influence on how fast it does so."""
+    """A model in training on random tokens with the frequencies of words, different in each step: the speed of a GPU at
+    its power limit depends on the numbers that it multiplies."""
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
         start = time.perf_counter()
-        with device:  # weights need not be those that the CPU would draw
+        with device:  # weights need not equal those drawn on the CPU
             model = build(config)
         self.engine = Engine(model, OptimizerConfig(weight_decay=0.0), dtype, compiled)
         frequencies = 1 / torch.arange(1.0, config.vocab_size + 1, device=device)
@@ -117,22 +116,17 @@ class TrainingModel:
         return self.engine.step(self.number, LR)
 
     def peak_gib(self) -> float:
-        """Memory of the parameters, their copies and moments, and what a step takes beside: not that of other models
-        in the process. On the CPU, the peak of the process."""
+        """Memory of parameters, copies and moments, and what a step adds, without other models in the process. On the
+        CPU, the peak of the process."""
         if self.device.type != "cuda":
             return peak_memory_gib(self.device)
-        gc.collect()  # compiling leaves cycles behind that hold tensors
+        gc.collect()  # compilation leaves reference cycles that hold tensors
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         self.step()
         step = torch.cuda.max_memory_allocated(self.device) - before
-        held = [
-            tensor
-            for state in self.engine.optimizer.states
-            for tensor in (state.weight, state.copy, state.exp_avg, state.exp_avg_sq)
-            if tensor is not None
-        ]
-        return (step + sum(x.numel() * x.element_size() for x in held)) / 2**30
+        states = ((s.weight, s.copy, s.exp_avg, s.exp_avg_sq) for s in self.engine.optimizer.states)
+        return (step + sum(x.nbytes for state in states for x in state if x is not None)) / 2**30
 
     def parts(self, rounds: int) -> dict[str, float]:
         """Milliseconds of each part of a step."""
@@ -140,36 +134,29 @@ class TrainingModel:
         optimizer = self.engine.optimizer
         free = copy.copy(optimizer)
         free.states = [dataclasses.replace(state, constraint=None) for state in optimizer.states]
-
-        def timed(name: str, function: Callable[[], Tensor | None]) -> Tensor | None:
-            synchronize(self.device)
-            start = time.perf_counter()
-            value = function()
-            synchronize(self.device)
-            seconds[name].append(time.perf_counter() - start)
-            return value
-
         for i in range(rounds):
             with attention_backends():
-                loss = timed("forward", lambda: self.engine.compute(*self.batch))
-                assert loss is not None
-                timed("backward", lambda loss=loss: torch.autograd.backward(loss))  # type: ignore[misc]
+                with timed(self.device, seconds["forward"]):
+                    loss = self.engine.compute(*self.batch)
+                with timed(self.device, seconds["backward"]):
+                    torch.autograd.backward(loss)
             del loss
             gradients = optimizer.gradients()
             with torch.no_grad():
-                norm = timed("clip", lambda g=gradients: total_norm(g))  # type: ignore[misc]
-                assert norm is not None
+                with timed(self.device, seconds["clip"]):
+                    norm = total_norm(gradients)
                 clip = (1 / norm).clamp(max=1.0)
                 both = [("constraint", free), ("optimizer", optimizer)]
                 for name, which in both if i % 2 else reversed(both):
-                    timed(name, lambda g=gradients, c=clip, o=which: o.update(g, c, 1, LR))  # type: ignore[misc]
+                    with timed(self.device, seconds[name]):
+                        which.update(gradients, clip, 1, LR)
             optimizer.zero_grad()
         found = {name: 1e3 * median(values).mean for name, values in seconds.items()}
         found["constraint"] = found["optimizer"] - found["constraint"]
         return found
 
     def profile(self, steps: int = 3) -> list[tuple[str, int, float]]:
-        """The kernels (on the CPU: operations) of a step, the longest first: name, calls, milliseconds."""
+        """Name, calls and milliseconds of the kernels (on the CPU: operations) of a step, the longest first."""
         from torch.profiler import ProfilerActivity, profile
 
         on_gpu = self.device.type == "cuda"
@@ -185,14 +172,14 @@ class TrainingModel:
 
 
 def record_alike(subjects: Sequence[TrainingModel]) -> None:
-    """A CUDA graph for each where `angpt train` would make one for any of them: near the border they would differ."""
+    """Record a CUDA graph for all models if `angpt train` would for any; otherwise near the limit they would differ."""
     if any(subject.engine.launch_bound(subject.batch) for subject in subjects):
         for subject in subjects:
             subject.engine.record(subject.batch)
 
 
 def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
-    """Milliseconds of each of GROUPS, of other, and of all."""
+    """Milliseconds of the kernels in each of GROUPS, in other, and of all."""
     found = dict.fromkeys((*GROUPS, "other"), 0.0) if kernels else {}
     for name, _, ms in kernels:
         found[next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), "other")] += ms
@@ -212,8 +199,8 @@ def bench_train(
     profile: int,
     progress: Callable[[str], None],
 ) -> list[Result]:
-    """All architectures in one case; the first of them is what the others are compared with."""
-    torch.compiler.reset()  # the compiler keeps eight versions of a block, and then none
+    """Measure all architectures in one case; the first is the baseline."""
+    torch.compiler.reset()  # the compiler gives up after eight versions of a block
     subjects: dict[str, TrainingModel] = {}
     for name in architectures:
         progress(f"{name}: building, compiling, first step")
@@ -221,9 +208,10 @@ def bench_train(
         subjects[name] = TrainingModel(config, case.rows, device, dtype, compiled)
     record_alike([*subjects.values()])
     progress(f"{warmup} steps to warm up")
-    in_turns({name: s.step for name, s in subjects.items()}, device, rounds=1, calls=warmup)
+    functions = {name: subject.step for name, subject in subjects.items()}
+    in_turns(functions, device, rounds=1, calls=warmup)
     progress(f"{rounds} rounds of {steps} steps each")
-    seconds = in_turns({name: s.step for name, s in subjects.items()}, device, rounds, steps)
+    seconds = in_turns(functions, device, rounds, steps)
     progress("parts of a step")
     peak, tokens = peak_flops(device, dtype), case.rows * context
     results = []
@@ -272,19 +260,14 @@ def tables(results: Sequence[Result]) -> list[Table]:
         f"{first.size}, {first.rows} × {first.context:,} tokens per step",
     )
     rows = [(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS)) for r in results]
-    parts = Table(("", *PARTS), rows, "Parts of a step, ms")
-    profiles = [groups_table(results), *(profile_table(r) for r in results)] if first.kernels else []
-    return [steps, parts, *profiles]
-
-
-def groups_table(results: Sequence[Result]) -> Table:
-    shown = [group for group in results[0].groups_ms if any(r.groups_ms[group] > 0 for r in results)]
-    rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]
-    return Table(("", *(r.architecture for r in results)), rows, "What a step is made of, ms")
-
-
-def profile_table(result: Result) -> Table:
-    rows = [
-        (f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…") for name, calls, ms in result.kernels
-    ]
-    return Table(("ms", "calls", "kernel"), rows, f"{result.architecture}: what takes most of a step", left=(2,))
+    found = [steps, Table(("", *PARTS), rows, "Parts of a step, ms")]
+    if first.kernels:
+        shown = [group for group in first.groups_ms if any(r.groups_ms[group] > 0 for r in results)]
+        rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]
+        found.append(Table(("", *(r.architecture for r in results)), rows, "Kernels of a step by purpose, ms"))
+    for r in results if first.kernels else ():
+        rows = [
+            (f"{ms:.2f}", str(calls), name if len(name) <= 60 else name[:59] + "…") for name, calls, ms in r.kernels
+        ]
+        found.append(Table(("ms", "calls", "kernel"), rows, f"{r.architecture}: longest kernels of a step", left=(2,)))
+    return found

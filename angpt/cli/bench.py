@@ -1,13 +1,13 @@
-"""The commands `angpt bench …`: parse, call, print."""
+"""The commands `angpt bench …`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
-from rich.status import Status
+from tyro.conf import arg
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
@@ -18,52 +18,48 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
+# Options of several commands.
+Architectures = Annotated[tuple[str, ...], arg(help="Architectures to measure; the first is the baseline.")]
+Context = Annotated[int, arg(help="Tokens per sequence.")]
+Rounds = Annotated[int, arg(help="Rounds; each measures everything once.")]
+On = Annotated[Device, arg(help="Where to run; the GPU if there is one.")]
+In = Annotated[Precision, arg(help="Precision of matrix products; bf16 on a GPU.")]
+Out = Annotated[Path | None, arg(help="Also write the results as JSON.")]
 
 
 def train(
     cases: Annotated[tuple[str, ...], tyro.conf.Positional] = ("32M:1",),
-    architectures: tuple[str, ...] = ARCHITECTURES,
-    context: int = 2048,
+    architectures: Architectures = ARCHITECTURES,
+    context: Context = 2048,
     warmup: int | None = None,
-    rounds: int = 12,
+    rounds: Rounds = 12,
     steps: int = 5,
-    device: Device = "auto",
-    precision: Precision = "auto",
+    device: On = "auto",
+    precision: In = "auto",
     compile: Literal["auto", "on", "off"] = "auto",
     profile: int = 0,
-    out: Path | None = None,
+    out: Out = None,
 ) -> None:
-    """The training step: time, ratio to the first architecture, MFU, memory, and its parts.
+    """The training step: time, ratio to the baseline, MFU, memory, and its parts.
 
-    All architectures of a case are in one process and take turns (A B C, C B A, B C A …), so that drift of the machine
-    falls on all alike, and each comes after each. The work is that of `angpt train` with all sequences in one pass,
-    without reading data, logging and evaluation.
+    All architectures of a case run in one process and take turns (A B C, C B A, B C A …), so that drift of the machine
+    affects all equally; a multiple of six rounds gives three architectures every order equally often. A step is that of
+    `angpt train` with all sequences in one pass, without reading data, logging and evaluation.
 
     Args:
         cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
-        architectures: What to measure; the first is what the others are compared with.
-        context: Tokens per sequence.
-        warmup: Steps of each before any is timed; 3, but 40 on a GPU, where step times of the first seconds are not
-            those of the rest, because clocks settle and weights leave their start.
-        rounds: How many turns each architecture gets; six, or a multiple, give three every order equally often.
-        steps: Steps in a turn.
-        device: Where to run; the GPU if there is one.
-        precision: Of matrix products; bf16 on a GPU.
-        compile: Whether blocks are compiled; on a GPU they are.
-        profile: Also show that many kernels that take most of a step.
-        out: Also write the results as JSON.
+        warmup: Steps of each architecture before the first measurement; 3, but 40 on a GPU, whose clocks take seconds
+            to settle.
+        steps: Steps in a round.
+        compile: Compile the blocks; auto does so on a GPU.
+        profile: Also show this many kernels that take most of a step.
     """
-    from angpt.bench.measure import positive
     from angpt.bench.train import Case, bench_train, tables
-    from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth, peak_flops
 
-    positive(warmup=1 if warmup is None else warmup, rounds=rounds, steps=steps, context=context)
-    for name in architectures:
-        architecture(name)
     chosen = [Case.parse(text) for text in cases]
-    console, where = _start(device)
-    dtype = _dtype(precision, where)
+    least = {"warmup": 1 if warmup is None else warmup, "rounds": rounds, "steps": steps, "context": context}
+    console, where, dtype = _start(device, precision, architectures, **least)
     if warmup is None:
         warmup = 40 if where.type == "cuda" else 3
     console.print(
@@ -76,145 +72,112 @@ def train(
     measures = {f"{case.size}, {case.rows} sequences": partial(bench_train, case, *options) for case in chosen}
     _measure(console, where, out, measures, tables)
     console.print(
-        "Parts are timed apart, and without a CUDA graph; constraint is what it adds to the optimizer. MFU is of the\n"
-        "matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
+        "Parts are timed separately, without a CUDA graph; constraint is what it adds to the optimizer. MFU is\n"
+        "relative to the matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
         highlight=False,
     )
 
 
 def optimizer(
     size: str = "32M",
-    architectures: tuple[str, ...] = ARCHITECTURES,
-    rounds: int = 10,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    out: Path | None = None,
+    architectures: Architectures = ARCHITECTURES,
+    rounds: Rounds = 10,
+    device: On = "auto",
+    precision: In = "auto",
+    out: Out = None,
 ) -> None:
-    """One optimizer step with clipping and constraint: against PyTorch's own, and against the bytes that it must move.
+    """One optimizer step with clipping and constraint, compared with PyTorch's and with the bytes that it must move.
 
     Args:
         size: Model size.
-        architectures: Whose parameters and constraints.
-        rounds: How many turns each of the two gets.
-        device: Where to run; the GPU if there is one.
-        precision: Of the copies that the model computes with; bf16 on a GPU.
-        out: Also write the results as JSON.
     """
-    from angpt.bench.measure import positive
     from angpt.bench.optimizer import bench_optimizer, tables
 
-    positive(rounds=rounds)
-    console, where = _start(device)
-    dtype = _dtype(precision, where)
+    console, where, dtype = _start(device, precision, architectures, rounds=rounds)
     _measure(console, where, out, {size: lambda _: bench_optimizer(size, architectures, where, dtype, rounds)}, tables)
 
 
 def moments(
     case: Annotated[str, tyro.conf.Positional] = "32M:16",
-    architectures: tuple[str, ...] = ARCHITECTURES,
-    context: int = 2048,
-    rounds: int = 10,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    out: Path | None = None,
+    architectures: Architectures = ARCHITECTURES,
+    context: Context = 2048,
+    rounds: Rounds = 10,
+    device: On = "auto",
+    precision: In = "auto",
+    out: Out = None,
 ) -> None:
-    """What `--record-moments` adds to a training step, at the closest interval that a run uses.
+    """Time that `--record-moments` adds to a training step, at the shortest interval between records.
 
     Args:
         case: SIZE:SEQUENCES, such as 32M:16.
-        architectures: What to measure.
-        context: Tokens per sequence.
-        rounds: How many turns step and record get.
-        device: Where to run; the GPU if there is one.
-        precision: Of matrix products; bf16 on a GPU.
-        out: Also write the results as JSON.
     """
-    from angpt.bench.measure import positive
     from angpt.bench.moments import bench_moments, tables
     from angpt.bench.train import Case
     from angpt.config import ModelConfig
 
-    positive(rounds=rounds, context=context)
     chosen = Case.parse(case)
+    console, where, dtype = _start(device, precision, architectures, rounds=rounds, context=context)
     configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
-    console, where = _start(device)
-    options = (where, _dtype(precision, where), where.type == "cuda", rounds)
-    _measure(console, where, out, {case: lambda _: bench_moments(configs, chosen.rows, *options)}, tables)
+    options = (configs, chosen.rows, where, dtype, where.type == "cuda", rounds)
+    _measure(console, where, out, {case: lambda _: bench_moments(*options)}, tables)
 
 
 def data(
     path: Annotated[Path, tyro.conf.Positional],
-    context: int = 2048,
+    context: Context = 2048,
     sequences: tuple[int, ...] = (8, 64, 512),
-    rounds: int = 10,
-    device: Device = "auto",
-    out: Path | None = None,
+    rounds: Rounds = 10,
+    device: On = "auto",
+    out: Out = None,
 ) -> None:
     """Tokens per second from a prepared folder to the device.
 
     Args:
         path: A folder made by `angpt data prepare`.
-        context: Tokens per sequence.
-        sequences: Sequences per batch, one or more.
-        rounds: How many times each is measured.
-        device: Where batches go; the GPU if there is one.
-        out: Also write the results as JSON.
+        sequences: Sequences per batch, one or more numbers.
     """
     from angpt.bench.data import bench_data, tables
-    from angpt.bench.measure import positive
 
-    positive(rounds=rounds, context=context, **{"sequences": min(sequences, default=0)})
-    console, where = _start(device)
-    measures = {str(path): lambda _: bench_data(path, context, sequences, where, rounds)}
-    _measure(console, where, out, measures, tables)
+    console, where, _ = _start(device, rounds=rounds, context=context, sequences=min(sequences, default=0))
+    _measure(console, where, out, {str(path): lambda _: bench_data(path, context, sequences, where, rounds)}, tables)
 
 
 def decode(
     size: str = "32M",
-    architectures: tuple[str, ...] = ARCHITECTURES,
+    architectures: Architectures = ARCHITECTURES,
     batches: tuple[int, ...] = (1, 32),
     steps: tuple[Step, ...] = ("auto",),
     prompt: int = 128,
     tokens: int = 256,
-    rounds: int = 5,
+    rounds: Rounds = 5,
     transformers: bool = True,
-    device: Device = "auto",
-    precision: Precision = "auto",
-    out: Path | None = None,
+    device: On = "auto",
+    precision: In = "auto",
+    out: Out = None,
 ) -> None:
-    """Writing tokens with folded models: time per token, ratio to the first architecture, and the floor that the bytes
-    of weights and cache set; reading the prompt; and transformers' own `generate` on an export.
+    """Decoding with folded models: time per token, ratio to the baseline, and the lower bound that reading weights and
+    cache sets; prefill of the prompt; and transformers' own `generate` on an export.
 
-    All take turns (A B C, C B A, B C A …). Weights are random, which makes no difference to the time.
+    All take turns (A B C, C B A, B C A …). Weights are random, which does not affect the time.
 
     Args:
         size: Model size.
-        architectures: What to measure; the first is what the others are compared with.
-        batches: Rows that are written at once, one or more numbers.
-        steps: How a step is computed (see `angpt generate --help`), one or more to be compared.
-        prompt: Tokens that are read before.
-        tokens: Tokens that are written.
-        rounds: How many turns each gets.
-        transformers: Also measure transformers, where it is installed.
-        device: Where to run; the GPU if there is one.
-        precision: Of matrices and cache; bf16 on a GPU.
-        out: Also write the results as JSON.
+        batches: Rows that are decoded together, one or more numbers.
+        steps: How a step is computed (see `angpt generate --help`), one or more.
+        prompt: Tokens of the prompt.
+        tokens: Tokens to generate.
+        transformers: Also measure transformers, if it is installed.
     """
     import importlib.util
 
     from angpt.bench.decode import bench_decode, tables
-    from angpt.bench.measure import positive
-    from angpt.models.variants import architecture
     from angpt.training.hardware import bandwidth
 
-    positive(rounds=rounds, prompt=prompt, batches=min(batches, default=0), steps=len(steps))
     if tokens < 2:
-        raise UserError(f"--tokens {tokens}: at least 2 are needed, since the first comes with the prompt")
-    for name in architectures:
-        architecture(name)
+        raise UserError(f"--tokens {tokens}: at least 2 are needed, since the prefill gives the first")
+    least = {"rounds": rounds, "prompt": prompt, "batches": min(batches, default=0), "steps": len(steps)}
+    console, where, dtype = _start(device, precision, architectures, **least)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console, where = _start(device)
-    dtype = _dtype(precision, where)
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
     if transformers and not reference:
         console.print("transformers is not installed: no reference", highlight=False)
@@ -223,15 +186,26 @@ def decode(
     _measure(console, where, out, measures, tables)
 
 
-def _start(device: Device) -> tuple[Console, "torch.device"]:
-    """The console, which says what machine this is, and the device to measure on."""
+def _start(
+    device: Device, precision: Precision = "auto", architectures: Sequence[str] = (), **least: int
+) -> tuple[Console, "torch.device", "torch.dtype"]:
+    """Check the options (those of `least` must be at least 1), and print the machine."""
+    import torch
+
+    from angpt.models.variants import architecture
     from angpt.training.hardware import choose_device, present
     from angpt.training.run import environment
 
+    for option, value in least.items():
+        if value < 1:
+            raise UserError(f"--{option} {value}: must be at least 1")
+    for name in architectures:
+        architecture(name)
     where, console = present(choose_device(device)), Console()
     found = environment(where)
     console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)
-    return console, where
+    low = precision == "bf16" or (precision == "auto" and where.type == "cuda")
+    return console, where, torch.bfloat16 if low else torch.float32
 
 
 def _measure(
@@ -241,24 +215,13 @@ def _measure(
     measures: Mapping[str, Callable[[Callable[[str], None]], list[T]]],
     tables: Callable[[list[T]], list[Table]],
 ) -> None:
-    """Measure one case after the other, each with its name; show its tables, and write all results so far."""
+    """Measure one case after the other; show its tables, and write all results so far."""
     from angpt.bench.measure import write_json
 
     results: list[T] = []
     for name, measure in measures.items():
         with console.status(name) as status:
-            found = measure(partial(_update, status, name))
+            found = measure(lambda text, status=status, name=name: status.update(f"{name}: {text}"))  # type: ignore[misc]
         show(console, *tables(found))
         results += found
         write_json(out, device, results)
-
-
-def _update(status: Status, name: str, text: str) -> None:
-    status.update(f"{name}: {text}")
-
-
-def _dtype(precision: Precision, device: "torch.device") -> "torch.dtype":
-    import torch
-
-    low = precision == "bf16" or (precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if low else torch.float32

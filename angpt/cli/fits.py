@@ -107,23 +107,19 @@ def scaling(
 
 
 def _read(
-    console: "Console",
-    sources: Sequence[Path],
-    needed: Sequence[str],
-    architectures: Sequence[str],
-    curves: bool = False,
+    console: "Console", sources: Sequence[Path], needed: Sequence[str], chosen: Sequence[str], curves: bool = False
 ) -> RunTable:
-    """The runs of these architectures, or of all."""
+    """The runs of the chosen architectures, or of all."""
     with console.status("reading runs"):
         table = read_table(sources, needed, curves)
     known = table.architectures()
-    for name in architectures:
+    for name in chosen:
         if name not in known:
             raise UserError(f"--architectures {name}: no run has this architecture: {nearest(name, known)}")
-    if not architectures:
+    if not chosen:
         return table
-    cells = tuple(c for c in table.cells if c.record.architecture in architectures)
-    diverged = tuple(r for r in table.diverged if r.architecture in architectures)
+    cells = tuple(c for c in table.cells if c.record.architecture in chosen)
+    diverged = tuple(r for r in table.diverged if r.architecture in chosen)
     return dataclasses.replace(table, cells=cells, diverged=diverged)
 
 
@@ -132,8 +128,8 @@ def _write(
     out: Path,
     name: str,
     values: dict[str, Any],
-    charts: Sequence["Chart | Absent"],
-    tables: Sequence[Table],
+    charts: "list[Chart | Absent]",
+    tables: list[Table],
 ) -> None:
     """Write the results to the folder `out`, and print tables, notes and what was written."""
     from angpt.fits.output import write_fit

@@ -1,7 +1,7 @@
-"""Models times data: what is known already is taken from their folders, the rest is computed and written there.
+"""Evaluation of models on data and tasks; results are kept in the folder of each model and not computed twice.
 
-A task goes through three steps: the harness makes requests, the model scores them, the harness makes metrics of the
-scores. The second step needs neither the harness nor the data of the task and can happen on another machine.
+A task has three steps: the harness makes requests, the model scores them, the harness computes metrics from the scores.
+The second step needs neither the harness nor the data of the task, so it can run on another machine.
 """
 
 import contextlib
@@ -24,16 +24,7 @@ from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.requests import Origin, Requests, Scored, Scores
-from angpt.evaluation.results import (
-    FOLDER,
-    SCORES,
-    LossResult,
-    Results,
-    TaskResult,
-    read_results,
-    with_error,
-    write_results,
-)
+from angpt.evaluation.results import SCORES, LossResult, Results, TaskResult, read_results, with_error, write_results
 from angpt.evaluation.scoring import Model, Progress, score
 from angpt.evaluation.subjects import Subject
 from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
@@ -47,29 +38,25 @@ BATCH_TOKENS = {"cuda": 65_536, "cpu": 8_192}
 
 
 @dataclass(frozen=True)
-class How:
-    """Where and how models are run."""
+class Settings:
+    """Device, precision, batch size and limit of an evaluation."""
 
     device: torch.device
     precision: Literal["fp32", "bf16"]
     any_precision: bool
-    """Scores that are there already are good in whatever precision."""
+    """True if existing scores are accepted in any precision."""
     batch_tokens: int
     limit: int | None
 
     @classmethod
-    def choose(cls, device: Device, precision: Precision, batch_tokens: int | None, limit: int | None) -> "How":
+    def choose(cls, device: Device, precision: Precision, batch_tokens: int | None, limit: int | None) -> "Settings":
         where = present(choose_device(device))
         for name, value in (("--batch-tokens", batch_tokens), ("--limit", limit)):
             if value is not None and value < 1:
-                raise UserError(f"{name} {value}: at least one is needed")
-        return cls(
-            device=where,
-            precision="bf16" if precision == "bf16" or (precision == "auto" and where.type == "cuda") else "fp32",
-            any_precision=precision == "auto",
-            batch_tokens=batch_tokens or BATCH_TOKENS[where.type],
-            limit=limit,
-        )
+                raise UserError(f"{name} {value}: must be at least 1")
+        auto = precision == "auto"
+        low = precision == "bf16" or (auto and where.type == "cuda")
+        return cls(where, "bf16" if low else "fp32", auto, batch_tokens or BATCH_TOKENS[where.type], limit)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,13 +72,13 @@ class How:
 
 
 class Display:
-    """Output for a person: lines, and a progress bar in a terminal."""
+    """Terminal output: lines, and a progress bar."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.console.out(text, highlight=False)
 
     @contextlib.contextmanager
     def bar(self, label: str) -> Iterator[Progress]:
@@ -102,82 +89,78 @@ class Display:
 
 
 class Evaluator:
-    """One model and its folder."""
+    """Evaluates one model and keeps its results."""
 
-    def __init__(self, subject: Subject, how: How, display: Display) -> None:
-        self.subject, self.how, self.display = subject, how, display
-        before = read_results(subject.path)
-        if before is not None and before.model.weights != subject.model.weights:
+    def __init__(self, subject: Subject, settings: Settings, display: Display) -> None:
+        self.subject, self.settings, self.display = subject, settings, display
+        before, m = read_results(subject.path), subject.model
+        if before is not None and before.model.weights != m.weights:
             display.note(f"{subject.path}: results of older weights ({before.model.weights[:16]}) are replaced")
-            for path in (subject.path / FOLDER / SCORES).glob("*.safetensors"):
+            for path in (subject.path / SCORES).glob("*.safetensors"):
                 path.unlink()
             before = None
-        self.results = before or Results(subject.model)
-        m = subject.model
+        self.results = before or Results(m)
         display.note(f"{subject.path}: weights {m.weights[:16]}, context {m.context:,}, vocabulary {m.vocab_size:,}")
 
     @cached_property
     def model(self) -> Model:
         with self.display.bar(f"loading {self.subject.path}"):
-            return self.subject.load(self.how.device, self.how.dtype)
+            return self.subject.load(self.settings.device, self.settings.dtype)
 
     def save(self, change: Callable[[Results], Results] = lambda results: results) -> None:
-        """Apply a change to the results in the folder, to which another process may have added since they were read."""
+        """Apply a change to the results in the folder, which another process may have extended since they were read."""
         there = read_results(self.subject.path)
-        same = there is not None and there.model.weights == self.subject.model.weights
-        self.results = change(there if there is not None and same else self.results)
+        if there is None or there.model.weights != self.subject.model.weights:
+            there = self.results
+        self.results = change(there)
         write_results(self.subject.path, self.results)
 
     def loss(self, folder: Path) -> None:
         """Loss on the validation split of a prepared folder."""
-        about, how = self.subject.model, self.how
+        about, settings = self.subject.model, self.settings
         data = TokenData.open(folder, "val")
         for old in self.results.losses:
-            same = (old.data, old.fingerprint, old.limit) == (str(folder), data.fingerprint, how.limit)
-            if same and how.accepts(old.precision):
+            same = (old.data, old.fingerprint, old.limit) == (str(folder), data.fingerprint, settings.limit)
+            if same and settings.accepts(old.precision):
                 self.display.note(f"  {folder}: known already")
                 return
         if None not in (data.tokenizer_fingerprint, about.tokenizer) and data.tokenizer_fingerprint != about.tokenizer:
-            raise UserError(f"{folder}: was prepared with another tokenizer than {self.subject.path} was trained with")
+            raise UserError(f"{folder}: was prepared with a tokenizer other than that of {self.subject.path}")
         if data.max_token >= about.vocab_size:
             raise UserError(f"{folder}: has token {data.max_token}, but the model's vocabulary is {about.vocab_size}")
         model, start = self.model, time.perf_counter()
         with self.display.bar(f"{folder} loss") as progress:
             mask = self.subject.mask_documents
-            found = losses(model, data, about.context, how.batch_tokens, how.limit, mask, progress)
+            found = losses(model, data, about.context, settings.batch_tokens, settings.limit, mask, progress)
         tokenizer = None
         if data.text_bytes is None:
-            with contextlib.suppress(UserError):  # there is none, and no bits per byte
+            with contextlib.suppress(UserError):  # without a tokenizer there are no bits per byte
                 tokenizer = self.subject.tokenizer(None)
         result = LossResult(
             data=str(folder),
             split=data.split,
             fingerprint=data.fingerprint,
-            limit=how.limit,
-            windows=found.windows,
-            tokens=found.tokens,
-            loss=found.loss,
-            stderr=found.stderr,
+            limit=settings.limit,
+            **vars(found),
             perplexity=found.perplexity,
             bits_per_byte=bits_per_byte(found.loss, data, tokenizer),
-            precision=how.precision,
-            device=how.device_name,
+            precision=settings.precision,
+            device=settings.device_name,
             seconds=time.perf_counter() - start,
         )
         self.save(lambda results: results.with_loss(result))
         self.display.note(f"  {folder}: loss {result.loss:.4f} over {result.tokens:,} tokens")
 
     def score(self, requests: Requests) -> Scores:
-        """The answers to requests: those that are there, else new ones."""
-        about, how, task = self.subject.model, self.how, requests.origin.task
-        name = f"{task}-{requests.digest[:12]}-{about.weights[:12]}.safetensors"
-        path = self.subject.path / FOLDER / SCORES / name
+        """The scores of requests, from the folder of the model or computed."""
+        about, settings, task = self.subject.model, self.settings, requests.origin.task
+        path = self.subject.path / SCORES / f"{task}-{requests.digest[:12]}-{about.weights[:12]}.safetensors"
         if path.exists():
             scores = Scores.load(path)
-            if how.accepts(scores.scored.precision) and len(scores.logprob) == len(requests):
+            if settings.accepts(scores.scored.precision) and len(scores.logprob) == len(requests):
                 return scores
         if about.tokenizer not in (None, requests.origin.tokenizer):
-            raise UserError(f"{task}: the requests were made with another tokenizer than that of {self.subject.path}")
+            raise UserError(f"{task}: the requests were made with a tokenizer other than that of {self.subject.path}")
         if requests.max_token >= about.vocab_size:
             raise UserError(
                 f"{task}: the requests have token {requests.max_token}, but the vocabulary of {self.subject.path} has "
@@ -185,30 +168,30 @@ class Evaluator:
             )
         model, start = self.model, time.perf_counter()
         with self.display.bar(f"{TASKS[task].label} {about.name}") as progress:
-            found = score(model, requests.pairs, about.context, how.batch_tokens, progress)
+            found = score(model, requests.pairs, about.context, settings.batch_tokens, progress)
         seconds = time.perf_counter() - start
         scored = Scored(
             weights=about.weights,
             requests=requests.digest,
-            precision=how.precision,
-            device=how.device_name,
+            precision=settings.precision,
+            device=settings.device_name,
             seconds=seconds,
             cut=found.cut,
             windowed=found.windowed,
         )
         scores = Scores(scored, found.logprob, found.greedy)
         scores.save(path)
-        self.save()  # it says whose scores these are
+        self.save()  # the results identify the weights of the scores
         self.display.note(f"  {task}: {len(requests):,} requests scored in {seconds:.1f} s")
         return scores
 
     def known(self, task: Task, origin: Origin) -> bool:
-        """True if there is a result of this task, of these weights, on this data."""
+        """True if the results include this task with this origin."""
         old = self.results.task(task.name)
-        return old is not None and old.origin == origin and self.how.accepts(old.scored.precision)
+        return old is not None and old.origin == origin and self.settings.accepts(old.scored.precision)
 
     def task(self, built: "Built", requests: Requests) -> None:
-        """One task to its end."""
+        """Score the requests of a task, compute its metrics and save the result."""
         scores = self.score(requests)
         metrics = built.metrics(scores)
         origin, scored, metric = requests.origin, scores.scored, built.task.metric
@@ -223,7 +206,7 @@ class Evaluator:
         )
         self.save(lambda results: results.with_task(result))
         notes = f"; {scored.cut:,} requests were cut on the left to fit the context" if scored.cut else ""
-        if scored.windowed and metric != "word_perplexity":  # for which that is the rule
+        if scored.windowed and metric != "word_perplexity":  # which is always scored in windows
             notes += f"; {scored.windowed:,} continuations longer than the context were scored in windows"
         of = "" if origin.limit is None else f" of {built.task.samples:,}"
         value = with_error((result.value, result.stderr))
@@ -231,7 +214,7 @@ class Evaluator:
 
 
 class Harness:
-    """The tasks with their data; each is built once, however many models there are."""
+    """The tasks with their data; each is built once for all models."""
 
     def __init__(self, data: Path | None, limit: int | None, display: Display) -> None:
         self.data, self.limit, self.display = data, limit, display
@@ -257,7 +240,7 @@ class Harness:
 
 
 def evaluate_tasks(evaluator: Evaluator, tasks: Sequence[Task], harness: Harness, tokenizer: Tokenizer) -> None:
-    """All tasks of one model; those that it has results of are left out."""
+    """Evaluate one model on the tasks for which it has no results."""
     known = [task for task in tasks if evaluator.known(task, harness.origin(task, tokenizer))]
     if known:
         evaluator.display.note(f"  known already: {' '.join(task.name for task in known)}")
@@ -267,7 +250,7 @@ def evaluate_tasks(evaluator: Evaluator, tasks: Sequence[Task], harness: Harness
 
 
 def write_requests(folder: Path, tasks: Sequence[Task], harness: Harness, tokenizer: Tokenizer) -> None:
-    """The requests of tasks as files, one for each."""
+    """Write the requests of each task to a file."""
     for task in tasks:
         path = folder / f"{task.name}.safetensors"
         requests = Requests.load(path) if path.exists() else None
@@ -278,24 +261,22 @@ def write_requests(folder: Path, tasks: Sequence[Task], harness: Harness, tokeni
 
 
 def read_requests(folder: Path, tasks: Sequence[Task] | None) -> list[Requests]:
-    """The files that `write_requests` has written, of some tasks or of all."""
-    paths = [folder / f"{name}.safetensors" for name in TASKS]
-    if tasks is not None:
-        paths = [folder / f"{task.name}.safetensors" for task in tasks]
-    elif not any(path.exists() for path in paths):
-        raise UserError(f"{folder}: no requests here; --write-requests makes them where lm-eval and the data are")
-    else:
+    """The requests that `write_requests` wrote, of these tasks or of all."""
+    paths = [folder / f"{name}.safetensors" for name in (TASKS if tasks is None else [task.name for task in tasks])]
+    if tasks is None:
         paths = [path for path in paths if path.exists()]
+        if not paths:
+            raise UserError(f"{folder}: has no requests; write them with --write-requests where lm-eval is installed")
     return [Requests.load(path) for path in paths]
 
 
 def one_tokenizer(subjects: Sequence[Subject], given: str | None) -> Tokenizer:
-    """The tokenizer of all of the models; without models the one that the user names."""
+    """The tokenizer that all models share, or without models the given one."""
     if not subjects:
         if given is None:
-            raise UserError("name a model, or the tokenizer with --tokenizer: requests are made of tokens")
+            raise UserError("name a model, or a tokenizer with --tokenizer: requests are made of tokens")
         return load_tokenizer(given)
     found = {fingerprint(t): t for t in (subject.tokenizer(given) for subject in subjects)}
     if len(found) > 1:
-        raise UserError("these models have different tokenizers; write the requests of each into a folder of its own")
+        raise UserError("these models have different tokenizers; write the requests of each to a separate folder")
     return next(iter(found.values()))

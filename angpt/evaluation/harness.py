@@ -1,4 +1,4 @@
-"""Tasks through lm-evaluation-harness: which requests they make, and which metrics follow from the answers."""
+"""Tasks of lm-evaluation-harness: their requests, and the metrics that follow from the scores."""
 
 import contextlib
 import io
@@ -22,11 +22,11 @@ from angpt.evaluation.requests import Origin, Requests, Scores, Tokens
 from angpt.evaluation.tasks import Task, write_configs
 
 FEWSHOT_SEED = 1234
-"""The harness' own; without examples nothing depends on it, but it wants one."""
+"""The harness' default; it is required, and has no effect without few-shot examples."""
 
 
 class Answered(LM):  # type: ignore[misc]  # the harness is not typed
-    """A model for the harness that has answered already."""
+    """A model for the harness that returns existing scores."""
 
     def __init__(self, scores: Scores) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class Answered(LM):  # type: ignore[misc]  # the harness is not typed
         return found
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        raise NotImplementedError("no task of the table generates text")
+        raise NotImplementedError("none of the tasks generates text")
 
 
 class Built:
-    """A task with its documents and requests as text, for any number of models and tokenizers."""
+    """A task with its documents and requests as text, independent of model and tokenizer."""
 
     def __init__(self, task: Task, data: Path | None, limit: int | None) -> None:
         self.task, self.limit = task, limit
@@ -56,80 +56,67 @@ class Built:
             if documents != task.samples:
                 raise UserError(
                     f"{task.name}: {documents:,} samples in {'the hub' if data is None else data / task.folder}, but "
-                    f"the task has {task.samples:,}; the data is incomplete or of another version"
+                    f"the task has {task.samples:,}; the data is incomplete or another version"
                 )
             for part in self.parts:
                 part.set_config(key="num_fewshot", value=0)
                 part.set_fewshot_seed(seed=FEWSHOT_SEED)
                 part.build_all_requests(limit=limit)
-                part.build_all_requests = lambda **_: None  # the evaluator would do it again for every model
+                part.build_all_requests = lambda **_: None  # the evaluator would repeat it for every model
         self.instances: list[Instance] = [instance for part in self.parts for instance in part.instances]
         self.samples = documents if limit is None else sum(min(limit, len(part.eval_docs)) for part in self.parts)
 
     def requests(self, tokenizer: Tokenizer, origin: Origin) -> Requests:
-        """The requests in tokens."""
+        """The requests as tokens."""
         encode = pairs if self.instances[0].request_type == "loglikelihood" else whole_texts
         return Requests.of(origin, self.samples, encode(tokenizer, [instance.args for instance in self.instances]))
 
     def metrics(self, scores: Scores) -> dict[str, float]:
-        """What the harness makes of the answers, with standard errors as NAME_stderr."""
+        """The metrics that the harness computes from the scores, with standard errors as NAME_stderr."""
         for instance in self.instances:
             instance.resps, instance.filtered_resps = [], {}
         perplexities = self.task.metric != "acc"
         try:
             with quiet():
-                # One iteration: accuracies have a formula, and for perplexities a bootstrap is a slow way to a number
-                # that has one too.
-                found = evaluator.evaluate(
-                    Answered(scores),
-                    self.loaded,
-                    limit=self.limit,
-                    bootstrap_iters=int(not perplexities),
-                    log_samples=perplexities,
-                )
+                # No bootstrap: accuracies and perplexities have formulas for the standard error.
+                options = {"bootstrap_iters": int(not perplexities), "log_samples": perplexities}
+                found = evaluator.evaluate(Answered(scores), self.loaded, limit=self.limit, **options)
         except OverflowError as error:
-            raise UserError(f"{self.task.name}: the perplexity is too large to be a number") from error
+            raise UserError(f"{self.task.name}: the perplexity overflows; did the training diverge?") from error
         values = {
             name.partition(",")[0]: float(value)
             for name, value in found["results"][self.task.name].items()
             if "," in name and isinstance(value, float | int)
         }
-        if perplexities:
-            samples = found["samples"][self.task.name]
-            if len(samples) > 1:
-                values |= {
-                    f"{name}_stderr": standard_error(name, value, [sample[name] for sample in samples])
-                    for name, value in values.items()
-                }
+        if perplexities and len(samples := found["samples"][self.task.name]) > 1:
+            values |= {
+                f"{name}_stderr": standard_error(name, value, [sample[name] for sample in samples])
+                for name, value in values.items()
+            }
         return values
 
 
 def pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
-    """(context, continuation) as tokens: those of both together, cut where the context alone ends.
+    """(context, continuation) as tokens: both are encoded together, and split where the context alone would end.
 
-    White space at the end of a context belongs to the continuation, where tokenizers put it.
+    White space at the end of a context is moved to the continuation, where tokenizers put it.
     """
-    moved = []
-    for context, continuation in texts:
-        bare = context.rstrip()
-        moved.append((bare, context[len(bare) :] + continuation))
-    contexts = _encode(tokenizer, list(dict.fromkeys(context for context, _ in moved)))
+    stripped = [context.rstrip() for context, _ in texts]
+    both = [context + continuation for context, continuation in texts]
+    contexts, encoded = _encode(tokenizer, list(dict.fromkeys(stripped))), _encode(tokenizer, both)
     eot = end_of_text_id(tokenizer)
-    both = [context + continuation for context, continuation in moved]
-    encoded = _encode(tokenizer, both)
     found: list[tuple[Tokens, Tokens]] = []
-    for (context, _), text in zip(moved, both, strict=True):
-        # Nothing before a text is the end of another.
-        before = contexts[context] if context else []
+    for context, text in zip(stripped, both, strict=True):
+        before = contexts[context] if context else []  # an empty context becomes end-of-text
         after = encoded[text][len(before) :]
         if not after:
-            raise UserError(f"the tokenizer makes no token of the end of {text[-60:]!r}")
+            raise UserError(f"the tokenizer makes no token for the end of {text[-60:]!r}")
         found.append((before or [eot], after))
     return found
 
 
 def whole_texts(tokenizer: Tokenizer, texts: Sequence[tuple[str]]) -> list[tuple[Tokens, Tokens]]:
-    """Texts that are scored from their first token on."""
+    """Whole texts as continuations of end-of-text, so that every token is scored."""
     encoded = _encode(tokenizer, [text for (text,) in texts])
     return [([end_of_text_id(tokenizer)], encoded[text]) for (text,) in texts]
 
@@ -140,10 +127,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> dict[str, list[int]]:
 
 
 def standard_error(metric: str, value: float, samples: Sequence[Any]) -> float:
-    """The standard error of a mean, or of a metric exp(−Σ log-probabilities / Σ weights).
-
-    The latter is by the delta method, as the ratio of two sums over documents.
-    """
+    """The standard error of a mean, or of exp(−Σ log-probabilities / Σ weights) by the delta method."""
     if metric == "acc":
         terms, weight, slope = [float(s) - value for s in samples], 1.0, 1.0
     else:
@@ -158,7 +142,7 @@ def standard_error(metric: str, value: float, samples: Sequence[Any]) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the bars and the log of the harness."""
+    """Hide the progress bars and log messages of the harness."""
     logger = logging.getLogger("lm_eval")
     level, bars = logger.level, not datasets.are_progress_bars_disabled()
     logger.setLevel(logging.ERROR)
@@ -174,7 +158,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def readable(task: Task, data: Path | None) -> Iterator[None]:
-    """What goes wrong with the data is the user's to know: it has many classes, and none in common."""
+    """Turn any error while reading the data, whatever its class, into a UserError."""
     try:
         yield
     except (UserError, MemoryError):

@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte on prepared data, over the windows that training evaluates."""
+"""Loss, perplexity and bits per byte on prepared data, over the same windows as in training."""
 
 import math
 from dataclasses import dataclass
@@ -12,11 +12,13 @@ from angpt.errors import UserError
 from angpt.evaluation.scoring import Model, Progress, log_probabilities
 
 DECODED = 1 << 20
-"""Tokens that are turned into text at a time, to count its bytes."""
+"""Tokens that are decoded at a time to count the bytes of their text."""
 
 
 @dataclass(frozen=True)
 class Losses:
+    """Mean loss over windows, with its standard error."""
+
     windows: int
     tokens: int
     loss: float
@@ -40,9 +42,9 @@ def losses(
     mask_documents: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Losses:
-    """The mean over all windows of the split, or over `limit` of them that are spread over it."""
-    total = count_windows(data, context)
-    total = total if limit is None else min(total, limit)
+    """The mean loss over all windows of the split, or over `limit` windows spread over it."""
+    windows = count_windows(data, context)
+    total = min(windows, limit or windows)
     found: list[float] = []
     for batch in validation_batches(data, context, max(1, batch_tokens // context), limit):
         tokens = torch.from_numpy(batch).to(model.device)
@@ -52,27 +54,21 @@ def losses(
         values, _ = log_probabilities(model, states.flatten(0, 1), targets.flatten())
         found += (-values.view(targets.shape).double().mean(dim=1)).tolist()
         progress(len(found), total)
-    mean = math.fsum(found) / len(found)
+    n, mean = len(found), math.fsum(found) / len(found)
     if not math.isfinite(mean):
         raise UserError("the model's logits are not finite; did its training diverge?")
-    spread = math.fsum((value - mean) ** 2 for value in found)
-    stderr = math.sqrt(spread / (len(found) - 1) / len(found)) if len(found) > 1 else None
-    return Losses(len(found), len(found) * context, mean, stderr)
+    stderr = math.sqrt(math.fsum((value - mean) ** 2 for value in found) / (n - 1) / n) if n > 1 else None
+    return Losses(n, n * context, mean, stderr)
 
 
 def bits_per_byte(loss: float, data: TokenData, tokenizer: Tokenizer | None) -> float | None:
-    """loss / ln 2 bits per token, times the tokens per byte of the whole split: what tokenizers can be compared by.
+    """Bits per token (loss / ln 2) times the tokens per byte of the whole split; comparable between tokenizers.
 
-    The end of a document is a token of no bytes: it costs, and adds no text. Without an index the text is decoded;
-    None where that cannot be done either.
+    End-of-text tokens count in the loss and have no bytes. Without an index the tokens are decoded to count bytes; None
+    if there is no tokenizer either.
     """
     size = data.text_bytes
     if size is None and tokenizer is not None:
-        size = decoded_bytes(data, tokenizer)
+        parts = (data.read(start, min(DECODED, data.tokens - start)) for start in range(0, data.tokens, DECODED))
+        size = sum(len(tokenizer.decode(part.tolist(), skip_special_tokens=True).encode()) for part in parts)
     return None if not size else loss / math.log(2) * data.tokens / size
-
-
-def decoded_bytes(data: TokenData, tokenizer: Tokenizer) -> int:
-    """Bytes of the text that tokens stand for."""
-    parts = (data.read(start, min(DECODED, data.tokens - start)) for start in range(0, data.tokens, DECODED))
-    return sum(len(tokenizer.decode(part.tolist(), skip_special_tokens=True).encode()) for part in parts)

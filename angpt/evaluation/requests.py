@@ -1,5 +1,5 @@
-"""What a task asks of a model, and what it answered, as files: so that asking, scoring and counting can happen on
-different machines. A GPU node without network and without lm-eval needs nothing but the requests of a task."""
+"""Requests of a task and their scores, as files: making requests, scoring and computing metrics can happen on different
+machines. A GPU node without network and without lm-eval needs only the requests."""
 
 import hashlib
 import json
@@ -23,13 +23,13 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True)
 class Origin:
-    """What decides which requests a task makes."""
+    """Everything that determines the requests of a task."""
 
     task: str
     data: str
-    """Digest of its files, or `hub`."""
+    """Digest of the task's files, or `hub`."""
     limit: int | None
-    """First documents to which the task was cut (each part of it, where it has parts); None: all of them."""
+    """Number of first documents used (of each subject of MMLU); None: all."""
     harness: str
     """Version of lm-evaluation-harness."""
     tokenizer: str
@@ -38,15 +38,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class Requests:
-    """How likely is each continuation after its context? In tokens, which is all that a model needs."""
+    """Pairs of context and continuation, as tokens, of which the model gives the log-probability."""
 
     origin: Origin
     samples: int
-    """Documents that they are made from."""
+    """Number of documents that the requests are made from."""
     contexts: list[Tokens]
-    """The different contexts."""
+    """The distinct contexts."""
     context_of: list[int]
-    """Number of the context of each request."""
+    """Index of the context of each request."""
     continuations: list[Tokens]
 
     @classmethod
@@ -64,7 +64,7 @@ class Requests:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal tokens, whatever they were made from."""
+        """SHA-256 of the tokens; equal for equal tokens."""
         digest = hashlib.sha256()
         for name, array in sorted(self._arrays().items()):
             digest.update(f"{name} {array.dtype} {len(array)}".encode())
@@ -99,7 +99,7 @@ class Requests:
 
 @dataclass(frozen=True)
 class Scored:
-    """Which model answered which requests, and how."""
+    """The model and requests that scores belong to, and how they were computed."""
 
     weights: str
     """SHA-256 of the trained weights."""
@@ -109,20 +109,20 @@ class Scored:
     device: str
     seconds: float
     cut: int
-    """Requests longer than the model's context, of whose context the beginning was left out."""
+    """Number of requests that were longer than the model's context and lost the beginning of theirs."""
     windowed: int
-    """Requests whose continuation alone is longer than the context, scored window by window."""
+    """Number of requests whose continuation is longer than the model's context, scored in windows."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The answers, in the order of the requests."""
+    """Scores in the order of the requests."""
 
     scored: Scored
     logprob: NDArray[np.float64] = field(repr=False)
     """Log-probability of each continuation, in nats."""
     greedy: NDArray[np.bool_] = field(repr=False)
-    """Whether each of its tokens is the likeliest one."""
+    """True if each token of the continuation is the most likely one."""
 
     def save(self, path: Path) -> None:
         _save(path, {"logprob": self.logprob, "greedy": self.greedy}, self.scored)
@@ -149,7 +149,7 @@ def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, N
             about = from_dict(cls, json.loads((file.metadata() or {})["about"]))
             return {name: file.get_tensor(name) for name in names}, about
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, UserError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete it and make it again") from error
+        raise UserError(f"{path}: cannot be read ({error}); delete it and create it again") from error
 
 
 def _cut(tokens: NDArray[Any], lengths: NDArray[Any]) -> list[Tokens]:

@@ -14,22 +14,24 @@ from angpt.evaluation.tasks import TASKS
 from angpt.present import tables
 from angpt.system import write_atomically
 
-FOLDER, RESULTS, SCORES = "eval", "results.json", "scores"
+RESULTS, SCORES = Path("eval/results.json"), Path("eval/scores")
+FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
+"""Formats of numbers below a limit."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Identity of a model, to tell it from others without its weights."""
+    """Identity of an evaluated model."""
 
     name: str
     kind: str
     """run, folded or export."""
     weights: str
-    """SHA-256 of the trained weights: the same for a run, its export and what was folded from it."""
+    """SHA-256 of the trained weights: equal for a run, its export and its folded model."""
     context: int
     vocab_size: int
     tokenizer: str | None
-    """Fingerprint of its tokenizer, where that is known."""
+    """Fingerprint of its tokenizer, if known."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,15 @@ class LossResult:
     """Loss over all windows of a split, as in training."""
 
     data: str
-    """The folder."""
+    """The prepared folder."""
     split: str
     fingerprint: str
-    """Fingerprint of its tokens."""
+    """Fingerprint of the tokens."""
     limit: int | None
-    """Windows to which the split was cut; None: all of them."""
+    """Most windows that were evaluated; None: all."""
     windows: int
     tokens: int
-    """Tokens whose loss was taken."""
+    """Number of tokens that the loss is the mean of."""
     loss: float
     """Mean, in nats per token."""
     stderr: float | None
@@ -53,7 +55,7 @@ class LossResult:
     perplexity: float
     """exp(loss)."""
     bits_per_byte: float | None
-    """loss / ln 2 · tokens / bytes of text; None where the number of bytes cannot be told."""
+    """loss / ln 2 · tokens / bytes of text; None if the number of bytes is unknown."""
     precision: str
     device: str
     seconds: float
@@ -65,13 +67,13 @@ class TaskResult:
 
     origin: Origin
     metric: str
-    """The one that the table shows."""
+    """The metric that the table shows."""
     value: float
     stderr: float | None
     metrics: dict[str, float]
-    """Everything that the harness reports, with standard errors where there are any."""
+    """All metrics of the harness, with standard errors where known."""
     samples: int
-    """Documents evaluated."""
+    """Number of documents evaluated."""
     scored: Scored
 
 
@@ -93,8 +95,8 @@ class Results:
 
 
 def read_results(folder: Path) -> Results | None:
-    """What `eval/results.json` below a model's folder says, if there is one."""
-    path = folder / FOLDER / RESULTS
+    """The results in a model's folder; None if it has none."""
+    path = folder / RESULTS
     if not path.exists():
         return None
     try:
@@ -104,7 +106,7 @@ def read_results(folder: Path) -> Results | None:
 
 
 def write_results(folder: Path, results: Results) -> None:
-    path = folder / FOLDER / RESULTS
+    path = folder / RESULTS
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
@@ -119,14 +121,14 @@ class Line:
     label: str
     metric: str
     higher: bool
-    """True if more is better."""
+    """True if a higher value is better."""
     samples: str
     values: tuple[tuple[float, float | None] | None, ...]
-    """Value and standard error of each model; None where it was not evaluated, or on something else."""
+    """Value and standard error of each model; None if it was not evaluated on this."""
 
     @property
     def best(self) -> int | None:
-        """The model with the best value, if there is one to compare it with."""
+        """Index of the model with the best value; None unless two values differ."""
         found = {i: v[0] for i, v in enumerate(self.values) if v is not None}
         if len(set(found.values())) < 2:
             return None
@@ -134,20 +136,20 @@ class Line:
 
 
 def lines(models: Sequence[Results]) -> list[Line]:
-    """Everything that any of the models was evaluated on. Values stand in one row only if they can be compared."""
+    """Everything that any of the models was evaluated on; values in one row can be compared."""
     found = []
-    for data in dict.fromkeys((r.data, r.split, r.fingerprint, r.windows) for m in models for r in m.losses):
-        mine = [
-            next((r for r in m.losses if (r.data, r.split, r.fingerprint, r.windows) == data), None) for m in models
-        ]
-        one = next(r for r in mine if r is not None)
-        label = f"{one.data} {one.split}"
-        size = f"{one.tokens:,}"
-        found.append(Line(label, "loss", False, size, tuple((r.loss, r.stderr) if r else None for r in mine)))
-        found.append(Line(label, "perplexity", False, size, tuple((r.perplexity, None) if r else None for r in mine)))
-        if any(r is not None and r.bits_per_byte is not None for r in mine):
-            bits = tuple((r.bits_per_byte, None) if r and r.bits_per_byte is not None else None for r in mine)
-            found.append(Line(label, "bits per byte", False, size, bits))
+    by_data = [{(r.data, r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
+    for data in dict.fromkeys(key for losses in by_data for key in losses):
+        mine = [losses.get(data) for losses in by_data]
+        label, size = f"{data[0]} {data[1]}", f"{next(r.tokens for r in mine if r is not None):,}"
+        columns = {
+            "loss": tuple((r.loss, r.stderr) if r else None for r in mine),
+            "perplexity": tuple((r.perplexity, None) if r else None for r in mine),
+            "bits per byte": tuple(
+                (r.bits_per_byte, None) if r and r.bits_per_byte is not None else None for r in mine
+            ),
+        }
+        found += [Line(label, metric, False, size, values) for metric, values in columns.items() if any(values)]
     for task in TASKS.values():
         results = [m.task(task.name) for m in models]
         for samples, limit in dict.fromkeys((r.samples, r.origin.limit) for r in results if r is not None):
@@ -156,10 +158,6 @@ def lines(models: Sequence[Results]) -> list[Line]:
             pairs = tuple((r.value, r.stderr) if r else None for r in values)
             found.append(Line(task.label, task.metric, task.higher, size, pairs))
     return found
-
-
-FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
-"""Formats of numbers up to a size."""
 
 
 def with_error(value: tuple[float, float | None] | None) -> str:
@@ -172,23 +170,18 @@ def with_error(value: tuple[float, float | None] | None) -> str:
 
 
 def show(models: Sequence[Results], console: Console) -> None:
-    """The lines as a table, the best value bold, and which weights each column stands for."""
-    rows = [
-        (
-            line.label,
-            f"{line.metric} {'↑' if line.higher else '↓'}",
-            line.samples,
-            *(tables.Strong(with_error(v)) if i == line.best else with_error(v) for i, v in enumerate(line.values)),
-        )
-        for line in lines(models)
-    ]
+    """Print the lines as a table, with the best values bold, and the weights of each column."""
+    rows = []
+    for line in lines(models):
+        cells = [tables.Strong(with_error(v)) if i == line.best else with_error(v) for i, v in enumerate(line.values)]
+        rows.append((line.label, f"{line.metric} {'↑' if line.higher else '↓'}", line.samples, *cells))
     tables.show(console, tables.Table(("", "metric", "size", *headings(models)), rows, left=(0, 1)))
     for name, model in zip(headings(models), models, strict=True):
-        console.print(f"{name}: weights {model.model.weights[:16]}", highlight=False, soft_wrap=True, markup=False)
-    console.print("± is one standard error, ↑ more is better; size is tokens, samples or pages.", highlight=False)
+        console.out(f"{name}: weights {model.model.weights[:16]}", highlight=False)
+    console.print("± is one standard error; ↑ higher is better; size: tokens, samples or pages.", highlight=False)
 
 
 def headings(models: Sequence[Results]) -> list[str]:
-    """Names, told apart by their weights where two are the same."""
+    """Names of the models, followed by their weights where names are equal."""
     names = [m.model.name for m in models]
     return [m.model.name if names.count(m.model.name) == 1 else f"{m.model.name} {m.model.weights[:6]}" for m in models]

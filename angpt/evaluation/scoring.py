@@ -1,5 +1,4 @@
-"""Log-probabilities of continuations: rows sorted by length, batches counted in tokens, logits only where they are
-asked for."""
+"""Log-probabilities of continuations: rows sorted by length, batched by tokens, logits only at scored positions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,20 +13,18 @@ from angpt.errors import UserError
 from angpt.evaluation.requests import Tokens
 
 Progress = Callable[[int, int], None]
-"""Is told how much is done, and of how much."""
-
+"""Called with the amount done and the total."""
 LOGITS = {"cuda": 2**29, "cpu": 2**22}
-"""Entries of logits at a time, but those of 256 positions at least."""
+"""Entries of logits computed at a time; at least 256 positions."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What evaluation asks of a model: logits = head(states(tokens)), split so that logits are computed only where they
-    are looked at."""
+    """A model as two functions, so that logits = head(states(tokens)) are computed only at scored positions."""
 
     states: Callable[[Tensor, Tensor | None], Tensor]
-    """Tokens (B, T) → (B, T, d), causal. The second argument (B, T), where there is one, numbers the document of each
-    token and keeps attention inside it."""
+    """Tokens (B, T) → (B, T, d), causal. The second argument (B, T), unless None, is the document number of each token,
+    which restricts attention to its document."""
     head: Callable[[Tensor], Tensor]
     """(N, d) → logits (N, V), in fp32 or wider."""
     vocab_size: int
@@ -35,13 +32,13 @@ class Model:
 
 
 def log_probabilities(model: Model, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-probability of each target (N) after its state (N, d), and whether it is the likeliest token."""
+    """The log-probability of each target (N) after its state (N, d), and True where it is the most likely token."""
     size = max(256, LOGITS[model.device.type] // model.vocab_size)
     values, hits = [], []
     for part, wanted in zip(torch.split(states, size), torch.split(targets, size), strict=True):
         logits = model.head(part)
         values.append(-F.cross_entropy(logits, wanted, reduction="none"))
-        # The largest value is found far faster than its place, which matters for ties only.
+        # amax is far faster than argmax, which is needed only for ties.
         hit = logits.gather(1, wanted[:, None])[:, 0] >= logits.amax(dim=-1)
         hit[hit.clone()] = logits[hit].argmax(dim=-1) == wanted[hit]
         hits.append(hit)
@@ -50,6 +47,8 @@ def log_probabilities(model: Model, states: Tensor, targets: Tensor) -> tuple[Te
 
 @dataclass(frozen=True)
 class Answers:
+    """Results of `score`; see `requests.Scores` and `requests.Scored`."""
+
     logprob: NDArray[np.float64]
     greedy: NDArray[np.bool_]
     cut: int
@@ -58,7 +57,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Target:
-    """Tokens whose log-probability counts for a request: those that follow the last `len(tokens)` inputs of a row."""
+    """Tokens scored for a request: those that follow the last `len(tokens)` inputs of a row."""
 
     request: int
     tokens: Tokens
@@ -66,18 +65,18 @@ class Target:
 
 @dataclass
 class Row:
-    """A sequence of inputs, and everything that is asked about it."""
+    """A sequence of inputs, and the targets scored on it."""
 
     inputs: Tokens
     targets: list[Target]
 
 
 def windows(context: Tokens, continuation: Tokens, length: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """(inputs, targets), each at most `length` long, in which every token of the continuation is a target once.
+    """(inputs, targets) of at most `length` tokens, such that every token of the continuation is a target once.
 
-    Each window reaches back as far as it can: one that is too long loses the beginning of its context, and a text
-    longer than the model's context, such as a page of WikiText, becomes several windows, the last one with as much
-    context as fits. This is what lm-evaluation-harness does, for requests and for rolling ones.
+    Inputs that are too long lose the beginning of the context. A continuation longer than `length`, such as a page of
+    WikiText, becomes several windows, the last one with as much context as fits. lm-evaluation-harness does the same,
+    for ordinary and for rolling requests.
     """
     whole = [*context, *continuation]
     for start in range(len(context), len(whole), length):
@@ -86,8 +85,8 @@ def windows(context: Tokens, continuation: Tokens, length: int) -> Iterator[tupl
 
 
 def rows(pairs: Sequence[tuple[Tokens, Tokens]], length: int) -> list[Row]:
-    """The rows to compute, longest first. Requests with the same inputs share one: the answers A to D of a question
-    are four requests that differ in their last token alone, which is a target and no input."""
+    """The rows to compute, longest first. Requests with equal inputs share a row, such as the answers A to D to a
+    question: they differ only in the last token, which is a target and not an input."""
     found: dict[tuple[int, ...], Row] = {}
     for number, (context, continuation) in enumerate(pairs):
         for inputs, targets in windows(context, continuation, length):
@@ -97,7 +96,7 @@ def rows(pairs: Sequence[tuple[Tokens, Tokens]], length: int) -> list[Row]:
 
 
 def batches(rows: Sequence[Row], tokens: int) -> Iterator[Sequence[Row]]:
-    """Consecutive rows of at most `tokens` inputs, padding included; a row at least."""
+    """Batches of consecutive rows of at most `tokens` inputs, padding included; at least one row each."""
     start = 0
     for end in range(1, len(rows) + 1):
         if end == len(rows) or (end - start + 1) * len(rows[start].inputs) > tokens:
@@ -137,16 +136,16 @@ def score(
 def _score_batch(
     model: Model, batch: Sequence[Row]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.bool_]]:
-    """Every target token of a batch: its request, its log-probability, and whether it is the likeliest."""
-    tokens = np.zeros((len(batch), len(batch[0].inputs)), np.int64)  # padded at the end, where nothing looks at it
-    looked: list[tuple[int, int, int, int]] = []  # row, column, token that follows, request
+    """For every target token of a batch: its request, its log-probability, and True if it is the most likely one."""
+    tokens = np.zeros((len(batch), len(batch[0].inputs)), np.int64)  # padded at the end, which causal models ignore
+    scored: list[tuple[int, int, int, int]] = []  # row, column, target, request
     for number, row in enumerate(batch):
         end = len(row.inputs)
         tokens[number, :end] = row.inputs
         for target in row.targets:
             columns = range(end - len(target.tokens), end)
-            looked += ((number, c, t, target.request) for c, t in zip(columns, target.tokens, strict=True))
-    places, columns_, targets = torch.tensor(looked, device=model.device)[:, :3].unbind(dim=1)
+            scored += ((number, c, t, target.request) for c, t in zip(columns, target.tokens, strict=True))
+    places, columns_, targets = torch.tensor(scored, device=model.device)[:, :3].unbind(dim=1)
     states = model.states(torch.as_tensor(tokens, device=model.device), None)
     values, hits = log_probabilities(model, states[places, columns_], targets)
-    return np.array([request for *_, request in looked]), values.double().cpu().numpy(), hits.cpu().numpy()
+    return np.array([request for *_, request in scored]), values.double().cpu().numpy(), hits.cpu().numpy()

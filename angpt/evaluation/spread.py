@@ -1,4 +1,4 @@
-"""Several models on the GPUs of one machine: a process for each GPU evaluates a part of them by the same command."""
+"""Several models on the GPUs of one machine: one process per GPU runs the same command for its share of the models."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import torch
 T = TypeVar("T")
 
 PART = "ANGPT_EVAL_PART"
-"""Tells a process which part of the models is its own: 1/4 is the second of four."""
+"""Environment variable with the share of a process: 1/4 is the second of four."""
 
 
 def gpus(device: torch.device) -> int:
@@ -19,7 +19,7 @@ def gpus(device: torch.device) -> int:
 
 
 def own_part(models: Sequence[T]) -> Sequence[T] | None:
-    """What this process is to evaluate, on its GPU, if it was started for a part; None in the command itself."""
+    """The models that this process evaluates on its GPU; None in the process that the user started."""
     if PART not in os.environ:
         return None
     index, count = map(int, os.environ[PART].split("/"))
@@ -28,9 +28,12 @@ def own_part(models: Sequence[T]) -> Sequence[T] | None:
     return models[index::count]
 
 
-def evaluate_parts(count: int) -> None:
-    """This command again in `count` processes, each with its part of the models. Results are in the folders of the
-    models afterwards; what one could not do is left to this process, which says why."""
+def evaluate_parts(device: torch.device, models: int) -> None:
+    """Run this command in one process per GPU, if there are several, each with its share of the models.
+
+    They leave results in the folders of the models; this process repeats what failed, and reports the error.
+    """
+    count = min(gpus(device), models)
     if count < 2:
         return
     command = [sys.executable, "-m", "angpt", *sys.argv[1:]]

@@ -1,8 +1,9 @@
-"""Models to evaluate: a run, a folded model, an export, or only what another machine has scored of one. Nothing is
-loaded before it is needed, since the answers of a model may be there already."""
+"""Models to evaluate: a run, a folded model, an export, or only the scores that another machine computed. Weights are
+loaded when they are needed, since the scores may already exist."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,28 +22,26 @@ from angpt.models.folded import Folded
 from angpt.models.primitives import wide
 from angpt.training.run import Run
 
-Load = Callable[[torch.device, torch.dtype], Model]
-"""The model on a device, with its matrix products in a dtype."""
-
 
 @dataclass(frozen=True)
 class Subject:
-    """A model by its folder."""
+    """A model to evaluate, by its folder."""
 
     path: Path
     model: Evaluated
-    load: Load
+    load: Callable[[torch.device, torch.dtype], Model]
+    """Loads the model to a device, with matrix products in a dtype."""
     tokenizer_path: Path | None
     data: Path | None
-    """Training data, where it is known."""
+    """Training data, if known."""
     mask_documents: bool
-    """It was trained with attention inside documents only."""
+    """True if it was trained with attention restricted to documents."""
 
     def tokenizer(self, given: str | None) -> Tokenizer:
-        """The one that the user names, else the model's own."""
+        """The given tokenizer, or the model's own."""
         if given is None and self.tokenizer_path is None:
             beside = " nor in ".join(str(folder) for folder in (self.path, self.data) if folder is not None)
-            raise UserError(f"{self.path}: there is no {TOKENIZER} in {beside}; name the file with --tokenizer")
+            raise UserError(f"{self.path}: no {TOKENIZER} in {beside}; name the file with --tokenizer")
         tokenizer = load_tokenizer(given or str(self.tokenizer_path))
         if self.model.tokenizer not in (None, fingerprint(tokenizer)):
             raise UserError(
@@ -53,54 +52,43 @@ class Subject:
 
 
 def open_subject(path: Path) -> Subject:
-    """The model in a folder, or what is known of it where its weights are not there."""
+    """The model in a folder, or, if its weights are not there, what its results say about it."""
     try:
-        return _of_source(open_source(path))
+        source = open_source(path)
     except UserError:
         results = read_results(path)
         if results is None:
             raise
-    config = Run.open(path).config() if (path / "config.toml").exists() else None
-    beside = [path / TOKENIZER] + ([] if config is None else [Path(config.data.path) / TOKENIZER])
-    return Subject(
-        path=path,
-        model=results.model,
-        load=_elsewhere(path),
-        tokenizer_path=next((file for file in beside if file.exists()), None),
-        data=None if config is None else Path(config.data.path),
-        mask_documents=config is not None and config.data.mask_documents,
-    )
+        config = Run.open(path).config() if (path / "config.toml").exists() else None
+        folders = [path, *([] if config is None else [Path(config.data.path)])]
+        tokenizer = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).exists()), None)
+        model, load = results.model, partial(_no_weights, path)
+    else:
+        config, tokenizer = run_configuration(source), source.tokenizer_path
+        cfg, known = source.cfg, source.training.tokenizer_fingerprint
+        name = source.path.resolve().name
+        model = Evaluated(name, source.kind, source.sha256(), cfg.context, cfg.vocab_size, known)
+        load = partial(_load, source)
+    data = None if config is None else Path(config.data.path)
+    return Subject(path, model, load, tokenizer, data, config is not None and config.data.mask_documents)
 
 
-def _of_source(source: Source) -> Subject:
-    config = run_configuration(source)
-    model = Evaluated(
-        name=source.path.resolve().name,
-        kind=source.kind,
-        weights=source.sha256(),
-        context=source.cfg.context,
-        vocab_size=source.cfg.vocab_size,
-        tokenizer=source.training.tokenizer_fingerprint,
-    )
+def _load(source: Source, device: torch.device, dtype: torch.dtype) -> Model:
+    if source.kind == "folded":
+        return of_folded(source.folded().prepare(device, dtype))
+    return of_decoder(source.decoder().to(device), dtype)
 
-    def load(device: torch.device, dtype: torch.dtype) -> Model:
-        if source.kind == "folded":
-            return of_folded(source.folded().prepare(device, dtype))
-        return of_decoder(source.decoder().to(device), dtype)
 
-    return Subject(
-        path=source.path,
-        model=model,
-        load=load,
-        tokenizer_path=source.tokenizer_path,
-        data=None if config is None else Path(config.data.path),
-        mask_documents=config is not None and config.data.mask_documents,
+def _no_weights(path: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    raise UserError(
+        f"{path}: has no weights, and {path / 'eval'} has no scores for this; write the requests here with "
+        "--write-requests, and score them with --requests where the weights are"
     )
 
 
 def of_decoder(model: Decoder, dtype: torch.dtype) -> Model:
-    """A model as it was trained. The head is in fp32 at the least: it is the one product whose rounding would be seen
-    in every log-probability, and there are few places to compute it at."""
+    """A model as it was trained. The head is at least fp32: its rounding would show in every log-probability, and it is
+    computed at few positions."""
     device = model.W_h.weight.device
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
@@ -114,23 +102,11 @@ def of_decoder(model: Decoder, dtype: torch.dtype) -> Model:
 
 
 def of_folded(model: Folded) -> Model:
-    """A model for inference, in the arithmetic that it generates text with."""
+    """A folded model, with the precision of generation."""
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
         if documents is not None:
-            raise UserError("a folded model cannot keep attention inside documents; evaluate the run in its place")
+            raise UserError("a folded model cannot restrict attention to documents; evaluate the run instead")
         return model.stream(tokens)
 
     return Model(states, model.head, model.cfg.vocab_size, model.device)
-
-
-def _elsewhere(path: Path) -> Load:
-    """A model of which only the answers are available."""
-
-    def load(device: torch.device, dtype: torch.dtype) -> Model:
-        raise UserError(
-            f"{path}: its weights are not here, and what is in {path / 'eval'} does not answer this; "
-            "score it where they are: write the requests here with --write-requests, score them there with --requests"
-        )
-
-    return load

@@ -1,4 +1,4 @@
-"""The tasks of the paper's table as lm-evaluation-harness knows them, from the hub or from a local folder."""
+"""The tasks of the paper's table, by the definitions of lm-evaluation-harness, from the hub or from a local folder."""
 
 import hashlib
 import importlib.util
@@ -13,12 +13,12 @@ from typing import Literal
 from angpt.errors import UserError, nearest
 
 FORMS = ("{}.parquet", "{}-*.parquet")
-"""Names of the files of a split."""
+"""Patterns of the file names of a split."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, with the metric that the table shows and the number of documents that it must have."""
+    """A task, the metric that the table shows, and its number of documents."""
 
     name: str
     """Name in the harness and for `--tasks`."""
@@ -28,9 +28,9 @@ class Task:
     samples: int
     split: Literal["validation", "test"]
     folder: str
-    """Below a local folder of benchmarks."""
+    """Its folder inside a local folder of benchmarks."""
     config: str
-    """The built-in file, below lm_eval/tasks."""
+    """Its definition, relative to lm_eval/tasks."""
 
     @property
     def higher(self) -> bool:
@@ -50,8 +50,7 @@ TASKS = {
         Task("mmlu", "MMLU", "acc", 14_042, "test", "mmlu", "mmlu/default/_mmlu.yaml"),
     )
 }
-"""Tasks in the order of the paper's table, which has all of them but ARC-Challenge."""
-
+"""Tasks in the order of the paper's table, which lacks ARC-Challenge."""
 PAPER = tuple(name for name in TASKS if name != "arc_challenge")
 
 
@@ -70,21 +69,19 @@ def is_benchmarks(path: Path) -> bool:
 
 
 def local_files(task: Task, data: Path) -> dict[str, dict[str, list[str]]]:
-    """The files of a task below a local folder: by part (the subjects of MMLU, else the task), then by split."""
+    """The local files of a task, by part (a subject of MMLU, otherwise the task) and by split."""
     folder = data / task.folder
     if not folder.is_dir():
         there = [name for name, other in TASKS.items() if (data / other.folder).is_dir()]
-        raise UserError(
-            f"{folder}: no such folder, so there is no data for {task.name}; "
-            + (f"choose among {' '.join(there)} with --tasks" if there else "docs/evaluation.md shows the layout")
-        )
+        advice = f"choose among {' '.join(there)} with --tasks" if there else "docs/evaluation.md shows the layout"
+        raise UserError(f"{folder}: does not exist, so there is no data for {task.name}; {advice}")
     if task.name != "mmlu":
         return {task.name: {task.split: _split(folder, task.split)}}
     return {name: {split: _split(folder / name, split) for split in ("test", "dev")} for name in _subjects(task)}
 
 
 def data_digest(task: Task, data: Path | None) -> str:
-    """Digest of the contents of a task's files; `hub` where they come from there."""
+    """Digest of the contents of a task's files; `hub` if they come from the hub."""
     if data is None:
         return "hub"
     found = {
@@ -99,9 +96,9 @@ def harness_version() -> str:
 
 
 def write_configs(task: Task, data: Path | None, folder: Path) -> None:
-    """Task files for the harness: each includes a built-in one and, for local data, says where that lies.
+    """Write task files for the harness: each includes a built-in one and names the local data, if any.
 
-    Only these are read, since looking through all tasks of the harness takes longer than most of them.
+    The harness reads only these, since searching all of its tasks takes longer than most evaluations.
     """
     configs = {task.name: _root() / task.config}
     if task.name == "mmlu":
@@ -110,27 +107,27 @@ def write_configs(task: Task, data: Path | None, folder: Path) -> None:
     files = {} if data is None else local_files(task, data)
     for name, include in configs.items():
         change = {} if name not in files else {
-            # Explicit files of a plain format: what `datasets` makes of a folder depends on what lies beside them.
+            # Explicit parquet files: `datasets` reads a folder differently depending on its other files.
             "dataset_path": "parquet",
             "dataset_name": None,
             "dataset_kwargs": {"data_files": files[name]},
-            # No examples are shown, so that the splits which they would be taken from need not be there.
+            # The splits of few-shot examples need not exist.
             "training_split": None,
             "validation_split": "validation" if task.split == "validation" else None,
         }  # fmt: skip
-        # JSON is YAML, and needs no rules for quoting.
+        # JSON is valid YAML and needs no rules for quoting.
         (folder / f"{name}.yaml").write_text(json.dumps({"include": str(include), **change}), encoding="utf-8")
 
 
 def _split(folder: Path, split: str) -> list[str]:
     paths = sorted(str(path.resolve()) for form in FORMS for path in folder.glob(form.format(split)))
     if not paths:
-        raise UserError(f"{folder}: has no {split}.parquet, which the task needs; docs/evaluation.md shows the layout")
+        raise UserError(f"{folder}: has no {split}.parquet; docs/evaluation.md shows the layout")
     return paths
 
 
 def _root() -> Path:
-    """The tasks of the harness; without importing it, which takes seconds."""
+    """The folder of the harness' tasks, found without importing the harness, which takes seconds."""
     spec = importlib.util.find_spec("lm_eval")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
@@ -138,7 +135,7 @@ def _root() -> Path:
 
 
 def _subjects(task: Task) -> dict[str, Path]:
-    """The built-in files of MMLU's subjects, by the name of their data."""
+    """The built-in files of MMLU's subjects, by the name of their data set."""
     found = {}
     for path in sorted((_root() / task.config).parent.glob("mmlu_*.yaml")):
         name = re.search(r'^"?dataset_name"?:\s*"?(\w+)"?', path.read_text(encoding="utf-8"), re.MULTILINE)

@@ -204,9 +204,11 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
         if chosen.sum() < 3:
             return "fewer than three runs improve on all cheaper ones; train at more budgets"
     x = minima.log_compute[chosen]
-    freedom = independent(grid, minima, chosen, curves)
-    blocks = len(x) if freedom is None else min(max(int(freedom), 2), len(x))
-    shared = 1.0 if freedom is None else SHARED
+    blocks, shared = len(x), 1.0
+    if grid.spacings:  # bins share values; evaluations of one run also share its noise
+        steps = np.ptp(x) / max(float(np.median(grid.spacings)), 1e-12)
+        independent = len(np.unique(minima.rank[chosen])) if curves else int(steps)
+        blocks, shared = min(max(independent, 2), len(x)), SHARED
     if blocks < 3:
         notes.append("the minima span fewer than three distances between runs: no intervals")
     groups = np.array_split(np.flatnonzero(chosen), blocks)
@@ -234,15 +236,3 @@ def fit_frontier(sample: Sample, curve_of: Ints, bins: int = BINS, curves: bool 
             size, tokens = None, None
     minima = dataclasses.replace(minima, used=chosen)
     return Frontier(minima, law(minima.log_loss, of_loss), size, tokens, blocks, optimal, tuple(notes))
-
-
-def independent(grid: Bins, minima: Minima, chosen: NDArray[np.bool_], curves: bool) -> float | None:
-    """The number of distances between runs that the minima span; None if bins share no values.
-
-    Evaluations of one run share its noise: with `curves`, it is the number of different best sizes.
-    """
-    if not grid.spacings:
-        return None
-    if curves:
-        return float(len(np.unique(minima.rank[chosen])))
-    return float(np.ptp(minima.log_compute[chosen])) / max(float(np.median(grid.spacings)), 1e-12)

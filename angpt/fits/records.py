@@ -279,8 +279,7 @@ def _check_columns(path: Path, found: Sequence[str] | None, notes: list[str]) ->
         )
     if len(set(names)) < len(names):
         raise UserError(f"{path}: has the column {Counter(names).most_common(1)[0][0]} twice")
-    unknown = [name for name in names if name not in COLUMNS]
-    for name in unknown:
+    for name in (unknown := [name for name in names if name not in COLUMNS]):
         if (hint := nearest(name, set(COLUMNS) - set(names))).startswith("did you mean"):
             raise UserError(f"{path}: unknown column {name!r}: {hint} (if it should be ignored, rename it)")
     if unknown:

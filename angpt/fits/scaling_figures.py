@@ -18,21 +18,8 @@ from angpt.fits.isoflop import IsoFlop, Level
 from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import Floats
 from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, ScalingFit, saving
+from angpt.present import style
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.style import (
-    DEPTH,
-    INK,
-    Look,
-    band,
-    evenly,
-    fold_legend,
-    label_axis,
-    log_ticks,
-    looks,
-    panels,
-    plain_log_axis,
-    reference,
-)
 from angpt.present.words import label, listed, quantity
 
 T = TypeVar("T")
@@ -48,22 +35,22 @@ NEAR = 0.05
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
     """Every run, and the law of the compute-binned minima."""
-    style = looks(f.architecture for f in fit.architectures)
+    colors = style.looks(f.architecture for f in fit.architectures)
     laws = {f.architecture: f.frontier.loss for f in fit.architectures if isinstance(f.frontier, Frontier)}
 
     def draw(narrow: bool) -> Figure:
-        figure, (ax,) = panels(1, narrow, columns=1, height=4.6)
+        figure, (ax,) = style.panels(1, narrow, columns=1, height=4.6)
         for f in fit.architectures:
-            look, s = style[f.architecture], f.sample
+            look, s = colors[f.architecture], f.sample
             alpha = max(0.15, min(0.75, 40 / math.sqrt(len(s)) / 3))
             ax.plot(s.compute, np.exp(s.log_loss), look.marker, color=look.color, ms=4, alpha=alpha, mec="none",
                     rasterized=len(s) > MANY, label=label(f.architecture))  # fmt: skip
         for name, law in laws.items():
             text = f"{label(name)}: {law_text(law, 'C')}"
-            draw_law(ax, law, np.geomspace(*law.x, 80), style[name].color, text)
+            draw_law(ax, law, np.geomspace(*law.x, 80), colors[name].color, text)
         compute_axis(ax)
         _loss_axis(ax)
-        fold_legend(figure, ax, narrow)
+        style.fold_legend(figure, ax, narrow)
         return figure
 
     words = [f"{label(name)}: L(C) = {law_text(law, 'C')}" for name, law in laws.items()]
@@ -92,19 +79,19 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
     having = [f for f in fit.architectures if _has_optimum(f)]
     if not having:
         return Absent(title, "There are no optima; the notes say why.")
-    style = looks(f.architecture for f in fit.architectures)
+    colors = style.looks(f.architecture for f in fit.architectures)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(2, narrow, columns=2, height=3.9)
+        figure, axes = style.panels(2, narrow, columns=2, height=3.9)
         for ax, name, heading in zip(axes, ("parameters", "tokens"), ("N_opt(C)", "D_opt(C)"), strict=True):
             for f in having:
-                _draw_optimum(ax, f, name, style[f.architecture])
+                _draw_optimum(ax, f, name, colors[f.architecture])
             compute_axis(ax)
             ax.set_yscale("log")
-            label_axis(ax.yaxis, quantity, log_ticks(*ax.get_ylim()))
+            style.label_axis(ax.yaxis, quantity, style.log_ticks(*ax.get_ylim()))
             ax.set(title=f"{name.capitalize()} {heading}", ylabel=name)
         lines: list[dict[str, Any]] = [
-            {"color": style[f.architecture].color, "lw": 2, "label": label(f.architecture)} for f in having
+            {"color": colors[f.architecture].color, "lw": 2, "label": label(f.architecture)} for f in having
         ]
         if any(f.law("frontier", "parameters") is not None for f in having):
             lines.append({"marker": ".", "ls": "--", "lw": 1.4, "label": "compute-binned minima and law"})
@@ -112,7 +99,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
             lines.append({"marker": "D", "mfc": "white", "ls": "none", "ms": 5, "label": "IsoFLOP minima"})
         if any(isinstance(f.parametric, Parametric) for f in having):
             lines.append({"ls": ":", "lw": 1.4, "label": "parametric fit"})
-        handles = [Line2D([], [], **({"color": INK} | line)) for line in lines]
+        handles = [Line2D([], [], **({"color": style.INK} | line)) for line in lines]
         figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 5)
         return figure
 
@@ -157,7 +144,7 @@ def _parametric_optimum(f: ArchitectureFit, name: str) -> tuple[Floats, Floats]:
     return x[near], np.exp((n if name == "parameters" else d)[near])
 
 
-def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: Look) -> None:
+def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: style.Look) -> None:
     law = f.law("frontier", name)
     if isinstance(f.frontier, Frontier) and law is not None:
         minima = f.frontier.minima
@@ -180,10 +167,10 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
         return Absent(title, f"{fit.architectures[0].isoflop}.")
 
     def levels(ax: Axes, f: ArchitectureFit, iso: IsoFlop) -> None:
-        shown = [iso.levels[i] for i in evenly(len(iso.levels), CURVES)]
+        shown = [iso.levels[i] for i in style.evenly(len(iso.levels), CURVES)]
         norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
         for level in shown:
-            _draw_level(ax, level, DEPTH(norm(level.compute)))
+            _draw_level(ax, level, style.DEPTH(norm(level.compute)))
 
     return Chart(
         name="isoflop",
@@ -214,7 +201,7 @@ def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
         x = np.geomspace(*level.vertex.support, 80)
         y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
         ax.plot(x, np.exp(y), color=color, lw=1.3)
-        ax.plot(level.vertex.parameters, level.vertex.loss, "D", color=color, mec=INK, mew=0.8, ms=5.5, zorder=5)
+        ax.plot(level.vertex.parameters, level.vertex.loss, "D", color=color, mec=style.INK, mew=0.8, ms=5.5, zorder=5)
 
 
 def parametric_law(fit: ScalingFit) -> Chart | Absent:
@@ -227,11 +214,11 @@ def parametric_law(fit: ScalingFit) -> Chart | Absent:
     def sizes(ax: Axes, f: ArchitectureFit, law: Parametric) -> None:
         s, (e, log_a, log_b, a, b) = f.sample, law.theta[0]
         tried = np.unique(s.parameters)
-        shown = tried[evenly(len(tried), CURVES)].tolist()
+        shown = tried[style.evenly(len(tried), CURVES)].tolist()
         norm = LogNorm(shown[0] / 1.01, shown[-1] * 1.01)
         for size in shown:
             mine = np.abs(np.log(s.parameters / size)) <= NEAR
-            color = DEPTH(norm(size))
+            color = style.DEPTH(norm(size))
             d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
             loss = math.exp(e) + math.exp(log_a) * size**-a + math.exp(log_b) * d**-b
             ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
@@ -263,22 +250,22 @@ def savings(fit: ScalingFit) -> Chart | Absent:
         return Absent(title, "No two architectures reached a common loss.")
     base = label(having[0].baseline)
     shown: list[Approach] = [a for a in APPROACHES if any(c.approach == a for c in having)]
-    style = looks(f.architecture for f in fit.architectures)
+    colors = style.looks(f.architecture for f in fit.architectures)
     curves = [(c, _saving_curve(fit, c)) for c in having]
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(shown), narrow, columns=3, height=3.3, sharey=not narrow)
+        figure, axes = style.panels(len(shown), narrow, columns=3, height=3.3, sharey=not narrow)
         for ax, approach in zip(axes, shown, strict=True):
             for c, (x, y, low, high) in curves:
                 if c.approach == approach:
-                    color = style[c.other].color
+                    color = colors[c.other].color
                     ax.plot(x, y, color=color, lw=1.8, label=label(c.other))
-                    band(ax, x, low, high, color)
-            reference(ax)
+                    style.band(ax, x, low, high, color)
+            style.reference(ax)
             ax.invert_xaxis()
             ax.set(title=APPROACHES[approach][0].upper() + APPROACHES[approach][1:], xlabel="validation loss")
         axes[0].set_ylabel(f"compute relative to {base}")
-        fold_legend(figure, axes[0], narrow)
+        style.fold_legend(figure, axes[0], narrow)
         return figure
 
     words = [
@@ -315,11 +302,11 @@ def _loss_curves(
     """Panels of loss over `x`, one per architecture, whose legend lists the `lines`."""
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(len(having), narrow, columns=2, height=3.8)
+        figure, axes = style.panels(len(having), narrow, columns=2, height=3.8)
         for ax, (f, found) in zip(axes, having, strict=True):
             curves(ax, f, found)
             ax.set_xscale("log")
-            label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
+            style.label_axis(ax.xaxis, quantity, style.log_ticks(*ax.get_xlim()))
             _loss_axis(ax)
             ax.set(title=label(f.architecture), xlabel=x)
             ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=lines, fontsize=8, title_fontsize=8)
@@ -331,12 +318,12 @@ def _loss_curves(
 def compute_axis(ax: Axes) -> None:
     ax.set_xscale("log")
     ax.set_xlabel("training compute C (FLOPs)")
-    label_axis(ax.xaxis, lambda value: f"{value:.0e}".replace("e+", "e"))
+    style.label_axis(ax.xaxis, lambda value: f"{value:.0e}".replace("e+", "e"))
 
 
 def _loss_axis(ax: Axes) -> None:
     """A logarithmic loss axis; a short one has few round numbers, so it gets the ticks of a linear one."""
-    plain_log_axis(ax)
+    style.plain_log_axis(ax)
     low, high = ax.get_ylim()
     if high / low < 8:
         ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)

@@ -1,4 +1,4 @@
-"""What `angpt bench` computes from its measurements, and that each of them runs on the CPU."""
+"""Statistics of `angpt bench`, and a run of each command on the CPU."""
 
 import json
 from unittest import mock
@@ -112,8 +112,8 @@ def test_mistakes_are_one_line(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("held_up", "recorded"), [((False, False), 0), ((False, True), 2), ((True, False), 2)])
-def test_all_passes_are_graphs_or_none(held_up, recorded):
-    subjects = [mock.Mock(**{"engine.launch_bound.return_value": value}) for value in held_up]
+@pytest.mark.parametrize(("launch_bound", "recorded"), [((False, False), 0), ((False, True), 2), ((True, False), 2)])
+def test_all_passes_are_graphs_or_none(launch_bound, recorded):
+    subjects = [mock.Mock(**{"engine.launch_bound.return_value": value}) for value in launch_bound]
     record_alike(subjects)
     assert sum(subject.engine.record.call_count for subject in subjects) == recorded

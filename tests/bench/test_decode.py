@@ -59,7 +59,7 @@ def test_results_of_all_architectures(capsys: pytest.CaptureFixture[str], tmp_pa
     main(["bench", "decode", "--size", "tiny", "--batches", "1", "2", "--prompt", "6", "--tokens", "5", "--rounds", "2",
           "--architectures", "gpt+", "angpt", "--device", "cpu", "--out", str(out)])  # fmt: skip
     printed = capsys.readouterr().out
-    assert "tiny, 2 rows, 5 tokens behind 6" in printed
+    assert "tiny, 2 rows, 5 tokens after 6" in printed
     found = json.loads(out.read_text())["results"]
     assert [(r["architecture"], r["batch"]) for r in found] == [("gpt+", 1), ("angpt", 1), ("gpt+", 2), ("angpt", 2)]
     for r in found:

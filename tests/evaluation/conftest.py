@@ -19,7 +19,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Small benchmarks, and the table of tasks that fits them."""
+    """Small benchmarks, and the matching table of tasks."""
     datasets = pytest.importorskip("datasets")
     pytest.importorskip("lm_eval")
     subjects, known = tasks._subjects, dict(tasks.TASKS)

@@ -1,4 +1,4 @@
-"""`angpt eval` as a user meets it."""
+"""The command `angpt eval`."""
 
 import dataclasses
 import shutil
@@ -37,7 +37,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: object) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of what was computed rather than found."""
+    """Names of the functions that were called."""
     made: list[str] = []
     for name in ("score", "losses"):
         original = getattr(module, name)
@@ -92,7 +92,7 @@ def test_all_tasks_of_two_models_side_by_side(
     assert len(calls) == 2 * (1 + len(PAPER))
 
 
-def test_a_killed_evaluation_goes_on_with_the_task_that_was_under_way(
+def test_a_killed_evaluation_continues_with_the_current_task(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, count = module.score, 0
@@ -121,7 +121,7 @@ def test_a_killed_evaluation_goes_on_with_the_task_that_was_under_way(
     assert len(after.tasks) == 4
 
 
-def test_a_limit_is_told_and_not_mistaken_for_the_whole(
+def test_a_limited_result_says_so_and_is_not_reused_for_all_samples(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, calls: list[str]
 ) -> None:
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa", "mmlu")
@@ -134,10 +134,10 @@ def test_a_limit_is_told_and_not_mistaken_for_the_whole(
     assert calls == ["score"] * 4
 
 
-def test_a_precision_that_is_asked_for_is_had(
+def test_a_given_precision_is_used(
     capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, calls: list[str]
 ) -> None:
-    """Otherwise whatever is there will do: here it is fp32, and scores from a GPU are bf16."""
+    """Without --precision, existing scores of any precision are used."""
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "wikitext")
     found = []
     for options in ((), ("--precision", "bf16"), (), ("--precision", "fp32")):
@@ -150,7 +150,7 @@ def test_a_precision_that_is_asked_for_is_had(
     assert calls == ["score"] * 3
 
 
-def test_new_weights_are_evaluated_anew(
+def test_new_weights_are_evaluated_again(
     capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, benchmarks: Path, calls: list[str]
 ) -> None:
     args = ("eval", str(folder), "--data", str(benchmarks), "--tasks", "piqa")
@@ -182,7 +182,7 @@ def run_without(hidden: str, *args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_are_no_weights(
+def test_scoring_needs_no_harness_and_metrics_need_no_weights(
     capsys: pytest.CaptureFixture[str], folder: Path, prepared: Path, benchmarks: Path, tmp_path: Path
 ) -> None:
     names = ("piqa", "wikitext", "mmlu")
@@ -210,13 +210,13 @@ def test_requests_are_scored_where_there_is_no_harness_and_counted_where_there_a
     assert [(r.origin, r.metrics) for r in here.tasks] == [(r.origin, r.metrics) for r in back.tasks]
 
     missing = fails(capsys, there, "--data", benchmarks, "--tasks", "winogrande")
-    assert "its weights are not here" in missing
+    assert "has no weights" in missing
     (there / "config.toml").unlink()  # nothing but eval/ came back
-    assert fails(capsys, there, *asked).startswith("error: " + str(there) + ": there is no tokenizer.json in")
+    assert fails(capsys, there, *asked).startswith("error: " + str(there) + ": no tokenizer.json in")
     assert call(capsys, "eval", str(there), *asked, "--tokenizer", str(prepared))[0] == 0
 
 
-def test_requests_that_are_there_are_not_made_again(
+def test_existing_requests_are_kept(
     capsys: pytest.CaptureFixture[str],
     prepared: Path,
     benchmarks: Path,
@@ -239,14 +239,14 @@ def test_a_model_of_another_tokenizer_is_refused(
     source.write_text("some other text " * 50)
     other = tmp_path / "other-data"
     prepare((str(source), str(source)), other, tokenizer="bpe:260")
-    assert "prepared with another tokenizer" in fails(capsys, folder, "--data", other)
+    assert "prepared with a tokenizer other than that of" in fails(capsys, folder, "--data", other)
     assert "is not the tokenizer that" in fails(
         capsys, folder, "--data", benchmarks, "--tasks", "piqa", "--tokenizer", other
     )
     requests = tmp_path / "requests"
     args = ("--tokenizer", str(other), "--data", str(benchmarks), "--tasks", "piqa", "--write-requests", str(requests))
     assert call(capsys, "eval", *args)[0] == 0
-    assert "made with another tokenizer" in fails(capsys, folder, "--requests", requests)
+    assert "made with a tokenizer other than that of" in fails(capsys, folder, "--requests", requests)
 
 
 def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: Path, tmp_path: Path) -> None:
@@ -261,12 +261,12 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: 
         ((folder, "--data", benchmarks / "mmlu"), "no tokens of the split 'val'"),
         ((folder, "--data", benchmarks, "--tasks", "piqua"), "unknown task 'piqua': did you mean piqa"),
         ((folder, "--data", benchmarks, benchmarks), "both hold benchmarks"),
-        ((folder, "--requests", empty), "no requests here; --write-requests makes them"),
+        ((folder, "--requests", empty), "has no requests; write them with --write-requests"),
         ((folder, "--requests", empty, "--tasks", "piqa"), "piqa.safetensors: cannot be read"),
         ((folder, "--requests", empty, "--write-requests", empty), "give one of the two"),
-        ((folder, "--limit", "0"), "--limit 0: at least one is needed"),
-        ((folder, "--batch-tokens", "-1"), "--batch-tokens -1: at least one"),
-        (("--write-requests", empty), "name a model, or the tokenizer with --tokenizer"),
+        ((folder, "--limit", "0"), "--limit 0: must be at least 1"),
+        ((folder, "--batch-tokens", "-1"), "--batch-tokens -1: must be at least 1"),
+        (("--write-requests", empty), "name a model, or a tokenizer with --tokenizer"),
     ]:
         assert message in fails(capsys, *args), args
 
@@ -317,7 +317,7 @@ def test_two_processes_add_to_the_same_results(
     assert (len(results.losses), len(results.tasks)) == (1, 1)
 
 
-def test_the_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert "torch sees no GPU" in fails(capsys, folder, "--device", "cuda")

@@ -1,4 +1,4 @@
-"""The same numbers as lm-evaluation-harness gives with its own `hf` backend, on an export, without angpt."""
+"""Equality with lm-evaluation-harness and its own `hf` backend, on an export, without angpt."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from angpt.data.tokenizers import load_tokenizer
-from angpt.evaluation.evaluate import Display, Evaluator, Harness, How, evaluate_tasks
+from angpt.evaluation.evaluate import Display, Evaluator, Harness, Settings, evaluate_tasks
 from angpt.evaluation.results import Results
 from angpt.evaluation.subjects import open_subject
 from angpt.evaluation.tasks import PAPER, TASKS, choose, write_configs
@@ -30,7 +30,7 @@ pytest.importorskip("lm_eval")
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 CONTEXT = 72
-"""So short that some requests are cut."""
+"""Short enough that some requests are cut."""
 
 HF_BACKEND = """
 import json, sys
@@ -87,7 +87,7 @@ def theirs(
 def evaluated(path: Path, benchmarks: Path) -> Results:
     display = Display(Console(quiet=True))
     subject = open_subject(path)
-    evaluator = Evaluator(subject, How.choose("cpu", "fp32", 500, None), display)
+    evaluator = Evaluator(subject, Settings.choose("cpu", "fp32", 500, None), display)
     evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, display), subject.tokenizer(None))
     return evaluator.results
 
@@ -117,7 +117,7 @@ def test_metrics_are_those_of_the_hf_backend(
 
 
 def test_some_requests_were_longer_than_the_context(ours: dict[str, Results]) -> None:
-    """Else the test above says nothing about them."""
+    """Otherwise the test above would not cover them."""
     cut = {r.origin.task: (r.scored.cut, r.scored.windowed) for r in ours["angpt"].tasks}
     assert cut["mmlu"][0] > 0
     assert cut["wikitext"][1] > 0
@@ -159,7 +159,7 @@ def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation() -> No
 
 
 def test_a_continuation_is_what_the_tokens_of_the_whole_add_to_those_of_the_context() -> None:
-    """Where the two are joined to one token, the cut is where the tokens of the context alone end."""
+    """If context and continuation join to one token, the split is where the tokens of the context alone end."""
     from angpt.evaluation.harness import pairs
 
     tokenizer = load_tokenizer("bpe:300", ["ab ab ab abc abc abc"])

@@ -9,7 +9,7 @@ import torch
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
-from angpt.evaluation.loss import bits_per_byte, decoded_bytes, losses
+from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.subjects import of_decoder, open_subject
 from angpt.models.decoder import Decoder
 from angpt.training.launch import start
@@ -57,14 +57,14 @@ def test_bits_per_byte_counts_the_bytes_of_the_text(prepared: Path) -> None:
     assert len(texts) < len(tokens)
 
 
-def test_bytes_are_counted_by_decoding_where_there_is_no_index(prepared: Path, tmp_path: Path) -> None:
+def test_bytes_are_counted_by_decoding_without_an_index(prepared: Path, tmp_path: Path) -> None:
     index = json.loads((prepared / "index.json").read_text())
     for split in ("train", "val"):
         (tmp_path / f"{split}.bin").write_bytes((prepared / f"{split}-00000.bin").read_bytes())
     raw, data = TokenData.open(tmp_path, "val"), TokenData.open(prepared, "val")
     tokenizer = load_tokenizer(prepared)
     assert raw.text_bytes is None
-    assert decoded_bytes(raw, tokenizer) == index["val"]["text_bytes"]
+    assert data.text_bytes == index["val"]["text_bytes"]
     assert bits_per_byte(2.0, raw, tokenizer) == bits_per_byte(2.0, data, None)
     assert bits_per_byte(2.0, raw, None) is None
 

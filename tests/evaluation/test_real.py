@@ -1,4 +1,4 @@
-"""The real benchmarks, where they are at hand: ../shared/benchmarks, or ANGPT_BENCHMARKS."""
+"""The real benchmarks, if available: ../shared/benchmarks, or ANGPT_BENCHMARKS."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from rich.console import Console
 from angpt.config import ModelConfig
 from angpt.data.tokenizers import load_tokenizer
 from angpt.evaluation import tasks
-from angpt.evaluation.evaluate import Display, Evaluator, Harness, How, evaluate_tasks
+from angpt.evaluation.evaluate import Display, Evaluator, Harness, Settings, evaluate_tasks
 from angpt.evaluation.subjects import open_subject
 from angpt.evaluation.tasks import PAPER, TASKS, choose, local_files
 from tests.evaluation.material import BENCHMARKS, small_run
@@ -34,7 +34,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def chances() -> dict[str, tuple[float, float]]:
-    """Between what a model that knows nothing scores.
+    """The range of scores of a model without knowledge.
 
     On MMLU, whose answers are the letters A to D for every question, it has a favourite among them, and scores as often
     as that one is right.
@@ -55,7 +55,7 @@ def test_a_random_model_is_at_the_level_of_chance_on_every_sample(prepared: Path
     config = ModelConfig(architecture="angpt", d_model=32, n_layers=1, n_heads=2, vocab_size=257, context=512)
     subject = open_subject(small_run(tmp_path / "random", prepared, config=config))
     display = Display(Console(quiet=True))
-    evaluator = Evaluator(subject, How.choose("cpu", "fp32", None, None), display)
+    evaluator = Evaluator(subject, Settings.choose("cpu", "fp32", None, None), display)
     evaluate_tasks(evaluator, choose(PAPER), Harness(BENCHMARKS, None, display), load_tokenizer(prepared))
     found = {result.origin.task: result for result in evaluator.results.tasks}
     assert list(found) == list(PAPER)

@@ -51,5 +51,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         path.write_bytes(path.read_bytes()[:-5])
     elif damage == "other":
         Scores(Scored("w", "r", "fp32", "cpu", 1.0, 0, 0), np.zeros(1), np.ones(1, bool)).save(path)
-    with pytest.raises(UserError, match=r"piqa.safetensors: cannot be read .*delete it and make it again"):
+    with pytest.raises(UserError, match=r"piqa.safetensors: cannot be read .*delete it and create it again"):
         Requests.load(path)

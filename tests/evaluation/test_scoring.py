@@ -61,7 +61,7 @@ def test_greedy_is_the_continuation_that_the_model_would_write() -> None:
 
 
 def test_of_equal_logits_the_first_is_the_likeliest() -> None:
-    """As argmax has it, and so the harness."""
+    """Like argmax, which the harness uses."""
     model = Model(lambda tokens, _: tokens[..., None], lambda h: torch.zeros(len(h), 7), 7, torch.device("cpu"))
     found = score(model, [([1], [0]), ([1], [3])], 8, 100)
     assert found.greedy.tolist() == [True, False]

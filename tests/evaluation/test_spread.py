@@ -1,4 +1,4 @@
-"""Several models on several GPUs; here on none, with processes all the same."""
+"""Several models on several GPUs, tested with processes on the CPU."""
 
 import sys
 from pathlib import Path

@@ -38,7 +38,7 @@ def test_files_may_be_numbered_and_are_taken_in_order(copy: Path) -> None:
 
 def test_a_folder_without_the_task_says_what_is_there(copy: Path) -> None:
     shutil.rmtree(copy / "piqa")
-    with pytest.raises(UserError, match=r"piqa: no such folder.*choose among arc_easy .* with --tasks"):
+    with pytest.raises(UserError, match=r"piqa: does not exist.*choose among arc_easy .* with --tasks"):
         local_files(TASKS["piqa"], copy)
     (copy / "wikitext2" / "test.parquet").unlink()
     with pytest.raises(UserError, match=r"wikitext2: has no test.parquet"):

@@ -1,4 +1,4 @@
-"""Studies with a planted truth: a loss surface with known optima and exponents, with or without noise."""
+"""Synthetic studies: loss surfaces with known optima and exponents, with or without noise."""
 
 import csv
 import math
@@ -47,7 +47,7 @@ def isoflop_records(
 
 @dataclass(frozen=True)
 class Valley:
-    """log loss = that of the size + a valley over log batch + a valley over log rate, whose floor follows the batch."""
+    """log loss = a term of the size + parabolas in log batch and log rate; the best rate depends on the batch."""
 
     batch: tuple[float, float] = (2e5, 0.5)
     """Best batch at 100M parameters, and its exponent."""
@@ -77,7 +77,7 @@ def sweep_records(
     name: str = "angpt",
     **fields: Any,
 ) -> list[Record]:
-    """Grids of powers of two about the optimum of each size, as a study that extends its grids would leave them."""
+    """Grids of powers of two around the optimum of each size, like those of a study that extends its grids."""
     generator = np.random.default_rng(seed)
     records = []
     for n in sizes:
@@ -98,7 +98,7 @@ def sweep_records(
 
 
 def write_csv(path: Path, records: Iterable[Record], shuffle: int | None = None) -> Path:
-    """The records with the columns that they have."""
+    """Write the records, with the columns that have values."""
     records = list(records)
     if shuffle is not None:
         np.random.default_rng(shuffle).shuffle(records)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def test_hparams(tmp_path, capsys):
 
 
 def test_hparams_of_one_size(tmp_path, capsys):
-    """The sweeps are drawn, and there is no law."""
+    """The sweeps are drawn, but no law is fitted."""
     source = write_csv(tmp_path / "x.csv", sweep_records(Valley(), MODELS[:1], batches=1))
     code, text = angpt(capsys, "fit", "hparams", source, "--out", tmp_path / "out")
     assert code == 0

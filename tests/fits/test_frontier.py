@@ -23,7 +23,7 @@ def grid(law, sizes, computes, noise=0.0, seed=0):
 
 
 def multiples(law, sizes, ratios, noise=0.0, seed=0):
-    """Every size with budgets that are multiples of it: at each compute other sizes."""
+    """Every size with budgets that are multiples of it, so that each compute has different sizes."""
     n = np.repeat(sizes, len(ratios))
     d = n * np.tile(ratios, len(sizes))
     y = np.log(law.loss(n, d)) + noise * np.random.default_rng(seed).standard_normal(len(n))
@@ -65,7 +65,7 @@ def test_exponents_without_noise(design, law):
 
 @pytest.mark.parametrize(("design", "noise"), [("grid", 0.002), ("fine grid", 0.004), ("multiples", 0.001)])
 def test_intervals_cover_the_truth(design, noise):
-    """In 90 of 100 noisy studies at least: size, tokens, loss (exponent and level)."""
+    """Size, tokens and loss (exponent and level), in at least 90 of 100 noisy studies."""
     truth, trials = FREE.exponents, []
     clean = fit(DESIGNS[design](FREE)).loss
     for seed in range(100):
@@ -79,7 +79,7 @@ def test_intervals_cover_the_truth(design, noise):
 
 
 def test_noise_hardly_lowers_the_loss():
-    """The lowest of many noisy losses is too low by about a standard deviation; the parabola takes most of it away."""
+    """The lowest of many noisy losses is too low by about a standard deviation; the parabola removes most of it."""
     noise, low, raw = 0.005, [], []
     clean = fit(DESIGNS["fine grid"](FREE)).loss
     for seed in range(30):
@@ -93,7 +93,7 @@ def test_noise_hardly_lowers_the_loss():
 
 
 def test_minima_are_those_of_a_loop():
-    """Against the plain statement: interpolate every size in every bin, take the lowest, refine by least squares."""
+    """Plain restatement: interpolate every size in every bin, take the lowest, refine by least squares."""
     sample = DESIGNS["multiples"](LAW, noise=0.002, seed=3)
     bins = 150
     x = np.log(sample.compute)
@@ -161,7 +161,7 @@ def test_noise_that_decides_is_refused():
 
 
 def test_curves_of_runs():
-    """Points within runs, whose noise is the run's own."""
+    """Evaluations of one run share its noise."""
     sizes, trials = np.geomspace(2e7, 4e9, 9), []
     n, d = np.repeat(sizes, 40), np.concatenate([np.geomspace(s, 400 * s, 40) for s in sizes])
     curve = np.repeat(np.arange(9), 40)

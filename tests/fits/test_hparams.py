@@ -71,7 +71,7 @@ def test_order_does_not_matter():
 
 
 def test_an_edge_over_rates_is_flagged_and_not_used():
-    """Without the higher rates of one batch size, its minimum is on the edge: that batch drops out."""
+    """Without the higher rates of one batch size, its minimum is at the edge, and that batch is left out."""
     best = VALLEY.best(SIZES[2])
     records = sweep_records(VALLEY, SIZES, batches=7, rates=9)
     far = max(r.batch_tokens for r in records if r.parameters == SIZES[2])
@@ -88,7 +88,7 @@ def test_an_edge_over_rates_is_flagged_and_not_used():
     assert (found.sizes[2].optimum.batch_tokens, found.sizes[2].optimum.lr) == pytest.approx(best, rel=0.01)
 
 
-def test_an_edge_over_batches_is_no_optimum():
+def test_an_edge_over_batches_is_not_an_optimum():
     records = [
         r for r in sweep_records(VALLEY, SIZES, batches=7) if r.batch_tokens > 1.6 * VALLEY.best(r.parameters)[0]
     ]
@@ -100,7 +100,7 @@ def test_an_edge_over_batches_is_no_optimum():
 
 
 def test_an_edge_that_is_better_still_refuses_the_size():
-    """The best batch has no minimum over its rates: what the other batches say is not the optimum."""
+    """The best batch has no minimum over its rates: the minimum of the other batches is not the optimum."""
     n = SIZES[0]
     best_batch, best_lr = VALLEY.best(n)
     records = sweep_records(VALLEY, SIZES, batches=7, rates=9)
@@ -162,8 +162,8 @@ def test_of_several_settings_the_best_is_taken():
     assert any("with several other settings" in note for note in found.notes)
 
 
-def test_one_size_is_no_law():
-    """Its optimum is there all the same."""
+def test_one_size_gives_no_law():
+    """The optimum of that size is still found."""
     found = fit(sweep_records(VALLEY, SIZES[:1]))
     assert found.trends == ()
     assert any("all runs have 32M parameters; a law needs at least two sizes" in n for n in found.notes)
@@ -192,7 +192,7 @@ def test_several_budgets_need_a_choice():
 
 
 def test_leaving_one_out():
-    """Against the law of the others, fitted anew."""
+    """Compared with laws fitted to the other sizes."""
     found = fit(sweep_records(VALLEY, SIZES, 0.002))
     left = trend(found).leave_one_out
     assert [x.parameters for x in left] == SIZES

@@ -31,7 +31,7 @@ def test_intervals_cover_the_truth(noise):
 
 
 def test_a_level_is_a_parabola():
-    """The vertex of one level against numpy's own fit of the same points."""
+    """The vertex of one level, compared with numpy's fit of the same points."""
     sample = grid(LAW, SIZES, [1e19, 1e20], 0.003)
     found = fit_isoflop(sample)
     level = found.levels[1]
@@ -63,7 +63,7 @@ def test_levels_are_found_in_unsorted_runs():
 
 
 def test_small_differences_of_compute_are_taken_off():
-    """Budgets rounded to whole steps: 1 % in compute is more than the noise, but moves no optimum by much."""
+    """Budgets rounded to whole steps: 1 % in compute is more than the noise, but hardly moves the optima."""
     sample = grid(LAW, SIZES, COMPUTES)
     factor = np.random.default_rng(0).uniform(0.991, 1.009, len(sample))
     d = sample.tokens * factor

@@ -72,12 +72,12 @@ def test_intervals_cover_the_truth(noise):
 
 @pytest.mark.slow
 def test_intervals_cover_the_truth_with_outliers():
-    """Noise of three degrees of freedom: now and then a run that is far off."""
+    """Noise by Student's t with three degrees of freedom, which has outliers."""
     check_coverage(100, 0.002, lambda rng, n: rng.standard_t(3, n), hits=90)
 
 
 def test_the_optimum_is_that_of_a_search():
-    """At each compute the best of many allocations; also where C is no multiple of N·D."""
+    """At each compute the best of many allocations; also if C is not a multiple of N·D."""
     for gamma, factor in ((1.0, 6.0), (0.93, 25.0)):
         sample = multiples(LAW, SIZES, RATIOS)
         sample = dataclasses.replace(sample, compute=factor * sample.parameters**gamma * sample.tokens)
@@ -113,7 +113,7 @@ def test_jacobian_is_the_derivative():
 
 @pytest.mark.parametrize("delta", [1e-3, 1e-2])
 def test_it_is_the_lowest_that_scipy_finds(delta):
-    """Chinchilla's way: BFGS from a grid of starts."""
+    """Chinchilla's method: BFGS from a grid of starts."""
     sample = multiples(LAW, SIZES, RATIOS, noise=0.004)
     found = fit(sample, delta=delta)
     n, d = np.log(sample.parameters), np.log(sample.tokens)

@@ -22,7 +22,7 @@ def test_is_the_regression_of_logarithms():
 
 
 def test_bands_are_the_delta_method():
-    """The paper's words: σ² = Jᵀ Cov(θ) J, ŷ ± t·σ, here with explicit matrices."""
+    """The formula of the paper: σ² = Jᵀ Cov(θ) J, ŷ ± t·σ, here with explicit matrices."""
     law = fit_power_law(X, Y)
     design = np.stack([np.ones(5), np.log(X)], axis=1)
     inverse = np.linalg.inv(design.T @ design)

@@ -85,7 +85,7 @@ def test_the_runs_of_a_study_are_those_of_its_result(tmp_path):
 
 
 def test_compute_of_a_run_is_that_of_the_model(tmp_path):
-    """With the head and attention it is what the trainer counts, but for vectors."""
+    """With head and attention it equals the trainer's count, apart from vectors."""
     make_run(tmp_path / "a")
     cells = read_table([tmp_path / "a"]).cells
     model = build(MODEL)
@@ -108,7 +108,7 @@ def test_each_way_of_counting_says_what_it_is():
 
 
 def test_a_csv_file(tmp_path):
-    """Unsorted, with a byte order mark, blank lines, and columns that are not used."""
+    """Unsorted, with a byte order mark, blank lines, and unused columns."""
     path = tmp_path / "x.csv"
     text = "loss,tokens,parameters,hardware\n2.5,2e9,1e8,A100\n\n3.5,1e9,5e7,\n ,,,\nnan,1e9,1e8,\n"
     path.write_text(text, encoding="utf-8-sig")
@@ -210,7 +210,7 @@ def test_duplicates_are_averaged_and_copies_dropped():
 
 
 def test_the_best_of_each_size_and_budget():
-    """Budgets that differ by a step are one budget."""
+    """Budgets that differ by one step count as equal."""
     records = [
         Record("a", "m", 1e8, 2.00e9, 3.0, lr=0.1),
         Record("b", "m", 1e8, 2.01e9, 2.9, lr=0.2),

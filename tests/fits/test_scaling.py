@@ -55,7 +55,7 @@ def paper_records(noise=0.0):
 
 
 def test_the_numbers_of_the_paper():
-    """From data that follow its laws, to the six digits that it prints; by both approaches that have minima."""
+    """From data that follow the paper's laws, to its six digits, by both approaches that use minima."""
     found = fit_scaling(average(paper_records()), options(counting=Counting("given")))
     for name, laws in PAPER.items():
         for approach in ("frontier", "isoflop"):
@@ -91,7 +91,7 @@ def test_compute_saved_without_noise(approach):
     ("E", "approaches"), [(0.0, ("frontier", "isoflop")), pytest.param(Law.E, ("parametric",), marks=pytest.mark.slow)]
 )
 def test_savings_and_differences_cover_the_truth(E, approaches):
-    """Equal exponents are told apart in few trials, and the true ratio lies in the intervals of most.
+    """Equal exponents differ significantly in few trials, and most intervals contain the true ratio.
 
     A power law of the loss itself is true without irreducible loss only.
     """
@@ -154,7 +154,7 @@ def test_a_result_does_not_depend_on_the_other_architectures():
 
 
 def test_samples_of_two_architectures_are_independent():
-    """Of the same runs under two names, the difference varies as that of two independent fits does."""
+    """For the same runs under two names, the difference varies like that of two independent fits."""
     records = isoflop_records(Law(), SIZES, COMPUTES, 0.003, 0, "gpt+")
     records += isoflop_records(Law(), SIZES, COMPUTES, 0.003, 0, "angpt")
     found = fit_scaling(average(records), options(bootstrap=1000))
@@ -163,7 +163,7 @@ def test_samples_of_two_architectures_are_independent():
     assert np.std(two_ - one) == pytest.approx(math.sqrt(2) * np.std(one), rel=0.1)
 
 
-def test_one_size_is_no_law():
+def test_one_size_gives_no_law():
     with pytest.raises(UserError, match="all runs have 20M parameters; a scaling law needs several model sizes"):
         fit_scaling(average(isoflop_records(Law(), [2e7], COMPUTES)), options())
 
@@ -208,7 +208,7 @@ def test_options_are_checked(values, message):
 
 
 def odd_records(rng):
-    """Runs as no one would plan them: few, many, equal losses, wild losses, diverged ones."""
+    """Unusual runs: few, many, equal losses, extreme losses, diverged ones."""
     kind, records = rng.integers(5), []
     for name in ("gpt+", "angpt", "x")[: rng.integers(1, 4)]:
         for n in np.round(np.geomspace(1e6, 10 ** rng.uniform(6.5, 10), rng.integers(1, 8))):
@@ -225,7 +225,7 @@ def odd_records(rng):
 
 
 def test_whatever_comes_is_fitted_or_explained():
-    """No odd table ends in anything but a result or a message for the user, and every result can be shown."""
+    """Every unusual table gives a result that can be shown, or a UserError."""
     shown = 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
