@@ -1,6 +1,5 @@
 """Memory per GPU and traffic between GPUs of a run, computed from sizes; docs/scaling.md has the tables."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -144,29 +143,23 @@ def traffic_table(size: str = "1B", context: int = 2048) -> str:
     for ranks in (1, 8, 16, 64, 256, 1024, 4096):
         each = max(1, sequences // ranks)
         compute = each * context * n.flops_per_token / machine.flops
-        kinds: tuple[tuple[Parallel, int | None], ...] = (
-            ("ddp", None),
-            ("fsdp", None),
-            ("fsdp", min(ranks, machine.gpus)),
-        )
-        links = [traffic(cfg, strategy, ranks, machine, shards).seconds(machine) for strategy, shards in kinds]
+        hybrid = traffic(cfg, "fsdp", ranks, machine, min(ranks, machine.gpus))
+        kinds = traffic(cfg, "ddp", ranks, machine), traffic(cfg, "fsdp", ranks, machine), hybrid
+        links = [kind.seconds(machine) for kind in kinds]
         over = "" if ranks <= sequences else f"; a batch of {ranks * context / 1e6:.1f}M tokens"
         limit = "compute" if min(links) < 2 / 3 * compute else "links"  # the backward pass, which hides it, is 2/3
         rows.append([f"{ranks:,}", f"{each}", *(f"{1e3 * x:,.1f}" for x in (compute, *links)), limit + over])
     return Table(head, rows).markdown() + "\n"
 
 
-TABLES: dict[str, Callable[[], str]] = {"memory": memory_table, "traffic": traffic_table}
-
-
 def generate(text: str) -> str:
     """The text of docs/scaling.md with up-to-date tables."""
-    for name, table in TABLES.items():
+    for name, table in {"memory": memory_table(), "traffic": traffic_table()}.items():
         before, mark, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->\n")
         if not mark or not end:
             raise ValueError(f"docs/scaling.md has no marks for the table {name!r}")
-        text = before + mark + table() + end + after
+        text = before + mark + table + end + after
     return text
 
 

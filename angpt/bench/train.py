@@ -50,10 +50,9 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         size, _, rows = text.partition(":")
-        if size not in SIZES:
-            raise UserError(f"{text!r}: {nearest(size, SIZES)}; a case is SIZE:SEQUENCES, such as 0.5B:8")
-        if not rows.isdigit() or int(rows) < 1:
-            raise UserError(f"{text!r}: a case is SIZE:SEQUENCES, such as {size}:8")
+        if size not in SIZES or not rows.isdigit() or int(rows) < 1:
+            hint = "" if size in SIZES else f" ({nearest(size, SIZES)})"
+            raise UserError(f"{text!r}: a case is SIZE:SEQUENCES, such as 0.5B:8{hint}")
         return cls(size, int(rows))
 
 

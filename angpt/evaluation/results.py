@@ -140,14 +140,12 @@ def lines(models: Sequence[Results]) -> list[Line]:
     found = []
     by_data = [{(r.data, r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
     for data in dict.fromkeys(key for losses in by_data for key in losses):
-        mine = [losses.get(data) for losses in by_data]
-        label, size = f"{data[0]} {data[1]}", f"{next(r.tokens for r in mine if r is not None):,}"
+        own = [losses.get(data) for losses in by_data]
+        label, size = f"{data[0]} {data[1]}", f"{next(r.tokens for r in own if r is not None):,}"
         columns = {
-            "loss": tuple((r.loss, r.stderr) if r else None for r in mine),
-            "perplexity": tuple((r.perplexity, None) if r else None for r in mine),
-            "bits per byte": tuple(
-                (r.bits_per_byte, None) if r and r.bits_per_byte is not None else None for r in mine
-            ),
+            "loss": tuple((r.loss, r.stderr) if r else None for r in own),
+            "perplexity": tuple((r.perplexity, None) if r else None for r in own),
+            "bits per byte": tuple((r.bits_per_byte, None) if r and r.bits_per_byte is not None else None for r in own),
         }
         found += [Line(label, metric, False, size, values) for metric, values in columns.items() if any(values)]
     for task in TASKS.values():

@@ -166,9 +166,8 @@ def between(edge: NDArray[np.int8]) -> NDArray[np.bool_]:
     low = np.cumsum(np.r_[0, edge == 0]) + np.cumsum(np.r_[0, (edge < 0)[::-1]])[::-1]
     high = np.cumsum(np.r_[0, edge > 0]) + np.cumsum(np.r_[0, (edge == 0)[::-1]])[::-1]
     first, last = int(np.flatnonzero(low == low.min())[-1]), int(np.flatnonzero(high == high.min())[0])
-    inside = np.zeros(len(edge), bool)
-    inside[first:last] = True
-    return inside & (edge == 0)
+    place = np.arange(len(edge))
+    return (edge == 0) & (first <= place) & (place < last)
 
 
 @dataclass(frozen=True)

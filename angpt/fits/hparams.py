@@ -221,10 +221,8 @@ def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
     """The second stage: the minimum over the batch sizes, or the reason why there is none."""
     usable = [(s.batch_tokens, s.minimum) for s in sweeps if s.minimum is not None]
     if len(usable) < 3:
-        return (
-            f"{len(usable)} of {len(sweeps)} batch sizes have a best rate inside their grid, three are needed: no "
-            "optimum"
-        )
+        found = f"{len(usable)} of {len(sweeps)} batch sizes"
+        return f"{found} have a best rate inside their grid, three are needed: no optimum"
     batches, losses = [math.log(batch) for batch, _ in usable], [math.log(m.loss) for _, m in usable]
     best, side = edge(losses)
     if side:

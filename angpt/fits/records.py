@@ -145,10 +145,7 @@ def average(records: Sequence[Record], notes: Sequence[str] = ()) -> RunTable:
         (len(diverged), f"{len(diverged):,} of {total:,} runs diverged and are left out (first: {first})"),
         (unfinished, f"{unfinished:,} of {total:,} runs have not finished and are left out"),
         (copies, f"{copies:,} runs are copies of another (same settings, seed and loss) and are left out"),
-        (
-            runs,
-            f"{runs:,} runs differ only in the seed and are averaged (mean of log loss) to {len(repeated):,} points",
-        ),
+        (runs, f"{runs:,} runs differ only in the seed and are averaged (mean log loss) to {len(repeated):,} points"),
         (again, f"{again:,} points have several losses for one seed; they count as further seeds"),
         (partly, f"{partly:,} points are averages over some of their seeds; the others diverged"),
     )
