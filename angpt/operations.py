@@ -20,7 +20,16 @@ OPERATIONS: dict[str, "Operation[Any, Any]"] = {}
 """All operations by name."""
 VARIABLE = "ANGPT_KERNELS"
 
-_enabled = os.environ.get(VARIABLE, "auto") != "off"
+
+def _allowed() -> bool:
+    """True unless the environment variable turns fast forms off."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in ("auto", "off"):
+        raise UserError(f"the environment variable {VARIABLE} must be auto or off, not {wanted!r}")
+    return wanted == "auto"
+
+
+_enabled = _allowed()
 
 
 def _never(*args: object, **kwargs: object) -> bool:
@@ -63,15 +72,12 @@ def kernels_enabled() -> bool:
 def use_kernels(kernels: Kernels) -> None:
     """Set the switch for this process. ANGPT_KERNELS=off overrides "auto"."""
     global _enabled
-    wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in ("auto", "off"):
-        raise UserError(f"the environment variable {VARIABLE} must be auto or off, not {wanted!r}")
-    _enabled = kernels == "auto" and wanted == "auto"
+    _enabled = _allowed() and kernels == "auto"
 
 
 @contextmanager
 def kernels(mode: Kernels) -> Iterator[None]:
-    """Set the switch inside a `with` block."""
+    """Set the switch inside a `with` block, for all threads of the process; the innermost block counts."""
     before = _enabled
     use_kernels(mode)
     try:

@@ -82,6 +82,22 @@ def test_transformers_computes_the_same_logits() -> None:
     torch.testing.assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)
 
 
+def test_what_an_export_cannot_store_is_refused() -> None:
+    from angpt.errors import UserError
+    from angpt.inference.hf import config_json
+    from angpt.inference.store import Training
+
+    model = build(ModelConfig(architecture="angpt", **SIZES))
+    model.blocks[1].alpha_m.scale = 0.5
+    with pytest.raises(UserError, match="alpha_a has several stored scales"):
+        config_json(model, None, Training())
+    model = build(ModelConfig(architecture="angpt", **SIZES))
+    for block in model.blocks:
+        block.g.scale = 2 * block.g.init
+    with pytest.raises(UserError, match=r"not divided by 0\.5"):
+        config_json(model, None, Training())
+
+
 def test_it_is_analysed() -> None:
     model = build(ModelConfig(architecture=NAME, **SIZES)).double()
     norms, factors = NormProbe(2), FactorProbe()

@@ -23,11 +23,9 @@ from torch._inductor.virtualized import V
 from angpt.config import ModelConfig
 from angpt.fast import models
 from angpt.fast.fusion import OPTIONS
-from angpt.fast.models import bf16_on_gpu
 from angpt.fast.precision import low_precision
 from angpt.models import primitives
 from angpt.models.variants import build
-from angpt.operations import OPERATIONS
 from tests.compiled import HOPPER
 
 
@@ -86,9 +84,6 @@ def operations(architecture: str) -> dict[str, Counter]:
 if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     torch._functorch.config.force_non_lazy_backward_lowering = True
-    for operation in OPERATIONS.values():
-        if operation.applies is bf16_on_gpu:
-            operation.applies = lambda x, *args: x.dtype == torch.bfloat16
     models.bf16_on_gpu = lambda x: x.dtype == torch.bfloat16
     names = ("angpt.add_product_", "product", "aten.add", "aten.mul", "aten.clone")
     traced = {name: operations(name) for name in sys.argv[1:]}

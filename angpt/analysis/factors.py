@@ -14,7 +14,7 @@ from torch import Tensor
 from angpt.analysis.probe import Lengths, Probe, length, ratio
 from angpt.models.decoder import Block
 from angpt.models.factors import Factors
-from angpt.models.primitives import lerp, norm, split_heads, wide
+from angpt.models.primitives import lerp, norm, nu_lerp, split_heads, wide
 
 SYMBOLS = {
     "q": "ν_qkv", "k": "ν_qkv", "v": "ν_qkv", "p": "ν_p", "u": "ν_uz", "z": "ν_uz", "acf": "ν_acf", "d": "ν_d",
@@ -101,8 +101,10 @@ class FactorProbe(Probe):
             return
         name, h, x, alpha = f"lerp_{part}", wide(h), wide(x), scale()
         self.add(name, layer, length(lerp(h, x, alpha)), length(lerp(norm(h), x, alpha)))
-        if (factor := getattr(block, "nu_lerp", None)) is not None:
-            self.applied[name, layer].add(length(lerp(h, x, alpha, factor(alpha))))
+        design = block.design()
+        if not design.update_norm:
+            nu = design.update_factor * (nu_lerp(alpha) if design.nu_alpha else 1.0)
+            self.applied[name, layer].add(length(lerp(h, x, alpha, nu)))
         self.cosines[name, layer].add((norm(h) * x).sum(dim=-1))
 
     def results(self) -> tuple[MeasuredFactor, ...]:

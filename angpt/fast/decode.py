@@ -24,7 +24,7 @@ def by_kernels(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequenc
     return decode_kernels.decode(model, tokens, positions, caches, capacity)
 
 
-def few_rows(model: Folded, tokens: Tensor, *args: object) -> bool:
+def few_rows(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> bool:
     """True if the kernels apply and the batch is so small that they are faster than matrix products."""
     return tokens.is_cuda and supports(model) and len(tokens) <= tuning.DECODE_ROWS
 

@@ -9,7 +9,9 @@ stream of the other architectures; a total that is needed later is copied first.
 of the stream in the kernel that computes it.
 """
 
+import inspect
 import operator
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.fx import Graph, Node
 
 from angpt.fast import block_kernels, models
 from angpt.models.primitives import attend, lerp, norm, nu_lerp, residual_update
+from angpt.operations import kernels_enabled
 
 aten, ours = torch.ops.aten, torch.ops.angpt
 
@@ -41,15 +44,22 @@ torch.library.register_fake("angpt::add_product", lambda total, a, b, alpha: tor
 
 
 class _Pass(CustomGraphPass):
+    def __call__(self, graph: Graph) -> None:
+        if kernels_enabled():
+            self.change(graph)
+
+    @abstractmethod
+    def change(self, graph: Graph) -> None: ...
+
     def uuid(self) -> bytes:
         # Compiled code depends on the shapes that rms_backward returns.
-        return get_hash_for_files((__file__, block_kernels.__file__))
+        return get_hash_for_files((__file__, block_kernels.__file__), str(kernels_enabled()))
 
 
 class MergeLines(_Pass):
     """Fuse norm, lerp and norm into one residual update, and the gain of attention into the kernel of the heads."""
 
-    def __call__(self, graph: Graph) -> None:
+    def change(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=lerp):
             _merge_update(graph, node)
         for node in graph.find_nodes(op="call_function", target=attend):
@@ -58,12 +68,14 @@ class MergeLines(_Pass):
 
 def _merge_update(graph: Graph, node: Node) -> None:
     """Replace lerp(h, norm(x), α, ν), and the norm of that, by one residual update if its fast form applies."""
-    arguments: Any = (*node.args, *node.kwargs.values(), 1.0)
-    h, x, alpha, nu = arguments[:4]
+    bound = inspect.signature(lerp).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    h, x, alpha, nu = bound.args
     factor = _lerp_factor(nu, alpha)
-    if factor is None or not _is_call(x, norm) or len(x.users) > 1:
+    if factor is None or not _is_call(x, norm) or not x.args or len(x.users) > 1:
         return
-    if residual_update.fast is None or not residual_update.applies(h.meta["example_value"]):
+    values = [n.meta["example_value"] for n in (h, x.args[0], alpha)]
+    if residual_update.fast is None or not residual_update.applies(*values):
         return
     last, users = node, list(node.users)
     normed = len(users) == 1 and _is_call(users[0], norm)
@@ -96,11 +108,14 @@ def _move_gain(node: Node) -> None:
     if not isinstance(gain, Node) or not _is_call(q, operator.getitem) or q.args[1] != 0 or len(q.users) > 1:
         return
     heads = q.args[0]
-    if not _is_call(heads, models.normed_heads) or heads.args[4] is not None:
+    if not _is_call(heads, models.normed_heads) or len(heads.args) < 6 or heads.args[4] is not None:
         return
-    if any(not source < heads for source in gain.all_input_nodes):  # the gain must exist when the kernel runs
+    if gain.meta["example_value"].numel() != 1:  # the kernel takes one number for all, or one per head and dimension
         return
-    heads.prepend(gain)
+    if heads < gain:  # it must exist when the kernel runs
+        if gain.op != "call_function" or any(heads < source for source in gain.all_input_nodes):
+            return
+        heads.prepend(gain)
     heads.update_arg(4, gain)
     node.args, node.kwargs = node.args[:4], {}
 
@@ -112,7 +127,7 @@ def _is_call(node: Any, target: Any) -> bool:
 class FindSums(_Pass):
     """Fuse sums before the compiler chooses what to save for the backward pass: the sum, not its terms."""
 
-    def __call__(self, graph: Graph) -> None:
+    def change(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             for total, term in (node.args[:2], node.args[1::-1]):
                 found = _with_product(graph, node, total, term) or _with_gradient_of_norm(node, total, term)
@@ -125,7 +140,7 @@ class FindSums(_Pass):
 class AddProducts(_Pass):
     """Accumulate products in place, after the compiler has removed redundant copies and before its in-place pass."""
 
-    def __call__(self, graph: Graph) -> None:
+    def change(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=ours.add_product.default):
             total, a, b, alpha = node.args
             with graph.inserting_before(node):

@@ -6,7 +6,7 @@ from torch import Tensor
 from angpt.models import primitives
 
 
-def bf16_on_gpu(x: Tensor, *args: object, **kwargs: object) -> bool:
+def bf16_on_gpu(x: Tensor) -> bool:
     """True if a tensor is bf16 on a GPU, where the kernels apply."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
@@ -16,8 +16,7 @@ def residual_update(
 ) -> Tensor:
     from angpt.fast import block_kernels
 
-    x = x.to(h.dtype).contiguous()
-    return block_kernels.update(h.contiguous(), x, alpha.contiguous(), nu_of_alpha, times, normed)
+    return block_kernels.update(h.contiguous(), x.contiguous(), alpha.contiguous(), nu_of_alpha, times, normed)
 
 
 def swiglu(uz: Tensor, factor: float = 1.0) -> Tensor:
@@ -58,14 +57,24 @@ def normed_heads(
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _known_head(qkv: Tensor, d_head: int, cos: Tensor, *args: object) -> bool:
+def _one_alpha_per_column(
+    h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
+) -> bool:
+    alike = x.shape == h.shape and x.dtype == h.dtype
+    return bf16_on_gpu(h) and alike and alpha.shape == h.shape[-1:] and alpha.dtype == torch.float32
+
+
+def _known_head(
+    qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
+) -> bool:
     return bf16_on_gpu(qkv) and d_head in (16, 32, 64, 128, 256) and cos.shape[-1] > 0
 
 
-primitives.residual_update.accelerate(residual_update, bf16_on_gpu)
-primitives.swiglu.accelerate(swiglu, bf16_on_gpu)
-primitives.cross_entropy.accelerate(cross_entropy, bf16_on_gpu)
-primitives.scaled_rms.accelerate(scaled_rms, bf16_on_gpu)
+# Each predicate has the parameters of its operation, which may be called with keywords.
+primitives.residual_update.accelerate(residual_update, _one_alpha_per_column)
+primitives.swiglu.accelerate(swiglu, lambda uz, factor=1.0: bf16_on_gpu(uz))
+primitives.cross_entropy.accelerate(cross_entropy, lambda logits, targets: bf16_on_gpu(logits))
+primitives.scaled_rms.accelerate(scaled_rms, lambda x, gain: bf16_on_gpu(x))
 primitives.linear_with_row_gains.accelerate(
     linear_with_row_gains, lambda x, weight, gains: bf16_on_gpu(weight) and x.dtype == weight.dtype
 )

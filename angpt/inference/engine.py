@@ -19,6 +19,7 @@ from angpt.fast.decode import by_kernels, supports
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, Layer, decode_step
 from angpt.models.primitives import Context
+from angpt.operations import kernels_enabled
 
 FEWEST_SLOTS = 128
 """Smallest number of slots that a step attends to."""
@@ -44,6 +45,8 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
             return model.decode
         case "compiled":
             return partial(model.decode, layer=compiled_layer())
+        case "kernels" if not kernels_enabled():
+            raise UserError("the kernels are turned off (ANGPT_KERNELS=off); use step='auto'")
         case "kernels" if model.device.type != "cuda" or not supports(model):
             raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; use step='auto'")
         case "kernels":
@@ -59,7 +62,9 @@ class Engine:
         self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
     ) -> None:
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
-        self.settings, self.decode = (batch, slots, new_tokens, how, step), decoder_of(model, step)
+        self.recorded = kernels_enabled() and model.device.type == "cuda"
+        self.settings = (batch, slots, new_tokens, how, step, kernels_enabled())
+        self.decode = decoder_of(model, step)
         self.caches = model.make_caches(batch, slots)
         zeros = partial(torch.zeros, dtype=torch.long, device=model.device)
         self.tokens, self.positions, self.count = zeros(batch), zeros(batch), zeros(1)
@@ -92,7 +97,7 @@ class Engine:
     def advance(self) -> None:
         """Add one token to every row."""
         shown = self.shown()
-        if self.tokens.device.type == "cuda":
+        if self.recorded:
             if shown not in self.graphs:
                 self.graphs[shown] = self.capture(shown)
             self.graphs[shown].replay()

@@ -15,6 +15,7 @@ from angpt.inference.fold import fold
 from angpt.inference.sampling import Sampling
 from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded
+from angpt.operations import kernels_enabled
 
 Prompts = Sequence[Sequence[int]] | Tensor
 Watch = Callable[[int, list[int]], bool]
@@ -61,7 +62,7 @@ def generate(
     rows, slots = fit(rows, new_tokens, folded.cfg.context, sliding)
     settings = (len(rows), slots, new_tokens, how or Sampling(), step)
     engine = folded.engine  # of the last call, with its captured graphs
-    if not isinstance(engine, Engine) or engine.settings != settings:
+    if not isinstance(engine, Engine) or engine.settings != (*settings, kernels_enabled()):
         engine = folded.engine = Engine(folded, *settings)
     engine.start(rows, seed)
     return collect(engine, end, watch)

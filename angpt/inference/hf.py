@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from angpt.config import TrainConfig, read_toml, to_toml
+from angpt.constraints import is_matrix
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import end_token, vocab_size
 from angpt.errors import UserError
@@ -22,6 +23,7 @@ from angpt.inference.sampling import Sampling
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
+from angpt.models.primitives import LearnedScale
 from angpt.system import new_folder
 from angpt.training import checkpoint
 from angpt.training.run import Run
@@ -64,13 +66,16 @@ def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) ->
         found = AnGPTForCausalLM(AnGPTConfig(**config_json(model, None, Training())))
     found.load_state_dict(model.state_dict())
     for p in found.parameters():  # what from_pretrained does for this class
-        p.data = p.data.to(dtype if p.ndim == 2 else torch.float32)
+        p.data = p.data.to(dtype if is_matrix(p) else torch.float32)
     return found.eval()
 
 
 def config_json(model: Decoder, end: int | None, training: Training) -> dict[str, Any]:
-    cfg, block, parts = model.cfg, model.blocks[0], dict(model.named_modules())
-    scales = {"alpha": getattr(block, "alpha_a", None), "s_qk": getattr(block, "s_qk", None), "s_z": parts.get("s_z")}
+    cfg, fixed = model.cfg, stored_gain(model, "g", "s_uz")
+    if fixed not in (None, 1.0):
+        raise UserError(f"{cfg.architecture}: exports store g and s_uz as they are, not divided by {fixed:g}")
+    scales = {"alpha": stored_gain(model, "alpha_a", "alpha_m"), "s_qk": stored_gain(model, "s_qk")}
+    scales["s_z"] = stored_gain(model, "s_z")
     return {
         "architectures": ["AnGPTForCausalLM"],
         "auto_map": {"AutoConfig": f"{CODE}.AnGPTConfig", "AutoModelForCausalLM": f"{CODE}.AnGPTForCausalLM"},
@@ -87,11 +92,22 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         "tie_word_embeddings": False,
         **dict.fromkeys(TOKEN_IDS, end),
         "graph": asdict(model.design()),
-        "scales": {name: scale.init / scale.scale for name, scale in scales.items() if scale is not None},
+        "scales": {name: gain for name, gain in scales.items() if gain is not None},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),
     }
+
+
+def stored_gain(model: Decoder, *names: str) -> float | None:
+    """The factor of the stored vectors of these learned scales, which is one for all layers; None without them."""
+    parts = [part for name, part in model.named_modules() if name.rpartition(".")[2] in names]
+    found = {part.init / part.scale for part in parts if isinstance(part, LearnedScale)}
+    if len(found) > 1:
+        raise UserError(
+            f"{model.cfg.architecture}: {names[0]} has several stored scales; exports have one for all layers"
+        )
+    return next(iter(found), None)
 
 
 def tokenizer_json(context: int, tokenizer: Tokenizer, end: int | None) -> dict[str, Any]:

@@ -150,13 +150,14 @@ class AnGPTBlock(nn.Module):
         graph = self.graph
         if graph["output_norm"]:
             x = norm(x)
-        if not graph["lerp"]:
-            return h + x
-        alpha = getattr(self, alpha_name)()
-        if graph["positive_alpha"]:
-            alpha = alpha.abs()
-        nu = torch.rsqrt(alpha.square() + (1 - alpha).square()) if graph["nu_alpha"] else 1.0
-        h = ((1 - alpha) * h + alpha * x) * (nu * graph["update_factor"])
+        if graph["lerp"]:
+            alpha = getattr(self, alpha_name)()
+            if graph["positive_alpha"]:
+                alpha = alpha.abs()
+            nu = torch.rsqrt(alpha.square() + (1 - alpha).square()) if graph["nu_alpha"] else 1.0
+            h = ((1 - alpha) * h + alpha * x) * (nu * graph["update_factor"])
+        else:
+            h = h + x
         return norm(h) if graph["update_norm"] else h
 
 

@@ -182,12 +182,15 @@ class Folded(nn.Module):
         """The residual stream after the last layer, (B, T, d_m)."""
         if tokens.shape[1] > self.cfg.context:
             raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        ctx = Context(*self.angles(positions), positions, mask=None)
+        ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):
             h = part(h, ctx, None if caches is None else caches[i])
         return h
+
+    def context(self, positions: Tensor) -> Context:
+        """The context of whole sequences."""
+        return Context(*self.angles(positions), positions, mask=None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.W_e).to(self.wide)

@@ -84,25 +84,30 @@ def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
 
 
 class ConstantFactor(torch.autograd.Function):
-    """W x · c, with the constant as alpha of the matrix products, forward and backward, which costs nothing."""
+    """W x · c, with the constant as alpha of the matrix products, forward and backward: it costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.factor = factor
-        return product(x.flatten(0, -2), weight.t(), factor).view(*x.shape[:-1], weight.shape[0])
+        return product(x.reshape(-1, x.shape[-1]), weight.t(), factor).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        dy = gradients[0].flatten(0, -2)
-        dx = product(dy, weight, ctx.factor).view(x.shape)
-        return dx, product(dy.t(), x.flatten(0, -2), ctx.factor), None
+        dy = gradients[0].reshape(-1, weight.shape[0])  # in the dtype of autocast, if the forward pass ran under it
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = product(dy, weight.to(dy.dtype), ctx.factor).view(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = product(dy.t(), x.reshape(-1, x.shape[-1]).to(dy.dtype), ctx.factor).to(weight.dtype)
+        return dx, dw, None
 
 
 def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """The matrix product a b · factor."""
-    return torch.addmm(b[0], a, b, beta=0, alpha=factor)  # with beta = 0 the first argument is not read
+    unread = b[0] if len(b) else b.new_zeros(b.shape[1])  # with beta = 0
+    return torch.addmm(unread, a, b, beta=0, alpha=factor)
 
 
 @runtime_checkable

@@ -10,8 +10,8 @@ from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import constrain
 from angpt.data.loader import Batch
 from angpt.fast.precision import low_precision
-from angpt.models import primitives
 from angpt.models.variants import build
+from angpt.operations import kernels
 from angpt.training.engine import Engine, attention_backends
 
 STEPS, ROWS, LAST = 500, 32, 50
@@ -104,11 +104,11 @@ def test_gradients_do_not_suffer_from_the_compiler(architecture: str, recompute:
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="bf16 kernels need a CUDA device")
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_the_final_loss_is_that_of_the_plain_path(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_final_loss_is_that_of_the_plain_path(architecture: str) -> None:
     data = chain("cuda")
     ours = [statistics.mean(fast(architecture, seed, data)[-LAST:]) for seed in SEEDS]
-    monkeypatch.setattr(primitives, "use_kernels", lambda x: False)
-    theirs = [statistics.mean(plain(architecture, seed, data)[-LAST:]) for seed in SEEDS]
+    with kernels("off"):
+        theirs = [statistics.mean(plain(architecture, seed, data)[-LAST:]) for seed in SEEDS]
     print(f"{architecture}: fast {ours}, plain {theirs}")
     noise = max(statistics.stdev(ours), statistics.stdev(theirs))
     # The difference of two means of three; and neither may hide behind a seed that went astray.

@@ -19,6 +19,7 @@ from angpt.fast import models
 from angpt.fast.block_kernels import scaled_rms
 from angpt.fast.fusion import OPTIONS, AddProducts, FindSums, MergeLines
 from angpt.models.primitives import attend, lerp, make_context, norm, nu_lerp, product, residual_update
+from angpt.operations import kernels as switch
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 ROUNDING = 1e-2 if ON_GPU else 1e-6  # a few roundings to bf16, or to fp32
@@ -133,8 +134,8 @@ class Seen:
                 return None  # not from the cache
 
         class Add(AddProducts):
-            def __call__(self, graph):
-                super().__call__(graph)
+            def change(self, graph):
+                super().change(graph)
                 names = [str(node.target) for node in graph.nodes]
                 seen.adds.append(names.count("auto_functionalized"))
                 seen.copies.append(names.count("aten.clone.default"))
@@ -287,6 +288,22 @@ def factor_of_another_kind(h, x, alpha):
     return lerp(h, norm(x), alpha, alpha + 1)
 
 
+def one_alpha_for_all(h, x, alpha):
+    return lerp(h, norm(x), alpha[:1])
+
+
+def alpha_per_token(h, x, alpha):
+    return lerp(h, norm(x), h[:, :1].float())
+
+
+def one_vector_for_all_rows(h, x, alpha):
+    return lerp(h, norm(x[:1]), alpha)
+
+
+def with_keywords(h, x, alpha):
+    return lerp(h, norm(x), nu=1.5, alpha=alpha)
+
+
 def captured(function, *inputs):
     """Value before and after the pass, and the names of the functions that it leaves, in order."""
     names = []
@@ -314,6 +331,10 @@ def captured(function, *inputs):
         (not_normed, ["lerp"]),
         (factor_of_another_alpha, ["norm", "lerp"]),
         (factor_of_another_kind, ["norm", "lerp"]),
+        (one_alpha_for_all, ["norm", "lerp"]),
+        (alpha_per_token, ["norm", "lerp"]),
+        (one_vector_for_all_rows, ["norm", "lerp"]),
+        (with_keywords, ["residual_update"]),
     ],
 )
 @pytest.mark.usefixtures("kernels_apply")
@@ -325,29 +346,46 @@ def test_lines_of_a_residual_update_are_merged(function, left):
 
 
 @pytest.mark.usefixtures("kernels_apply")
-def test_lines_stay_as_they_are_where_there_is_no_kernel(monkeypatch):
+def test_lines_stay_as_they_are_without_a_kernel(monkeypatch):
+    inputs = (draw(5, 64), draw(5, 64), torch.randn(64, device=DEVICE))
+    with switch("off"):
+        assert "residual_update" not in captured(interpolated, *inputs)[2]
     monkeypatch.setattr(residual_update, "applies", lambda *args: False)
-    _, _, names = captured(interpolated, torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
-    assert "residual_update" not in names
+    assert "residual_update" not in captured(interpolated, *inputs)[2]
 
 
-@pytest.mark.parametrize("again", [False, True])
+def plain_gain(graph, stored):
+    return graph.call_function(operator.mul, (stored, 3.0))
+
+
+def input_as_gain(graph, stored):
+    return stored
+
+
+@pytest.mark.parametrize("make", [plain_gain, input_as_gain])
+@pytest.mark.parametrize(("numel", "again", "moved"), [(1, False, True), (1, True, False), (9, False, False)])
 @pytest.mark.usefixtures("kernels_apply")
-def test_the_gain_of_attention_goes_to_the_kernel_of_the_heads(again):
+def test_the_gain_of_attention_goes_to_the_kernel_of_the_heads(make, numel, again, moved):
+    """Not if it varies by position, nor if q is used elsewhere; the order of the inputs stays."""
     ctx = make_context(torch.zeros(2, 9, 1, device=DEVICE), 16, 1e4)
     graph = Graph()
-    qkv, cos, sin, stored = (graph.placeholder(name) for name in ("qkv", "cos", "sin", "stored"))
+    qkv, cos, sin = (graph.placeholder(name) for name in ("qkv", "cos", "sin"))
+    stored = graph.placeholder("stored")
     heads = graph.call_function(models.normed_heads, (qkv, 32, cos, sin, None, None))
     q, k, v = (graph.call_function(operator.getitem, (heads, i)) for i in range(3))
-    out = graph.call_function(attend, (q, k, v, None, graph.call_function(operator.mul, (stored, 3.0))))
+    gain = make(graph, stored)
+    value = torch.rand(numel, 1, device=DEVICE) if numel > 1 else torch.rand(1, device=DEVICE)
+    gain.meta["example_value"] = value
+    out = graph.call_function(attend, (q, k, v, None, gain))
     graph.output((out, q) if again else (out,))
     module = GraphModule({}, graph)
-    inputs = (draw(2, 9, 3 * 64), ctx.cos, ctx.sin, torch.ones(1, device=DEVICE))
+    inputs = (draw(2, 9, 3 * 64), ctx.cos, ctx.sin, value)
     before = module(*inputs)[0]
     MergeLines()(graph)
     graph.lint()
     module.recompile()
-    assert len(out.args) == (5 if again else 4)
+    assert len(out.args) == (4 if moved else 5)
+    assert [node.name for node in graph.nodes if node.op == "placeholder"] == ["qkv", "cos", "sin", "stored"]
     assert (module(*inputs)[0] - before).norm() <= ROUNDING * before.norm()
 
 

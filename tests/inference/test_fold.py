@@ -14,7 +14,7 @@ from angpt.inference.fold import fold, operations
 from angpt.models import folded as folded_module
 from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.primitives import norm
-from angpt.models.variants import ARCHITECTURES
+from angpt.models.variants import ARCHITECTURES, build
 from tests.models.conftest import some_tokens, tiny
 
 NAMES = sorted(ARCHITECTURES)
@@ -131,8 +131,29 @@ def test_a_model_that_does_not_compute_its_design_is_refused() -> None:
     for kind in (Odd, OddNu):
         model = kind(cfg)
         model.init_weights(torch.Generator().manual_seed(0))
-        with pytest.raises(UserError, match=r"angpt/odd: it does not compute what its design\(\) declares"):
+        with pytest.raises(UserError, match=r"angpt/odd: its layer 1 does not compute what its design\(\) declares"):
             fold(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["angpt", "ngpt/lerp-factor", "angpt/all-x0.5"])
+def test_deep_models_are_not_refused_for_their_rounding(name: str, dtype: torch.dtype) -> None:
+    cfg = ModelConfig(architecture=name, d_model=64, n_layers=24, n_heads=2, vocab_size=32, context=32)
+    fold(build(cfg).to(dtype))
+
+
+def test_a_difference_that_only_long_sequences_show_is_seen() -> None:
+    class Window(AnGPT):
+        class Block(AnGPTBlock):
+            def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any, gain: Any) -> Tensor:
+                near = (ctx.positions[:, None] - ctx.positions).abs() < 16
+                return super().attend(q, k, v, ctx._replace(mask=near.tril()[None, None]), gain)
+
+    cfg = ModelConfig(architecture="angpt/window", d_model=16, n_layers=2, n_heads=2, vocab_size=8, context=64)
+    model = Window(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with pytest.raises(UserError, match=r"angpt/window: its layer 1 does not compute"):
+        fold(model)
 
 
 def test_a_sequence_beyond_the_context_is_refused() -> None:

@@ -123,6 +123,39 @@ def test_a_constant_factor_of_a_linear_map_multiplies_value_and_gradients():
     assert torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(layer, {"weight": w}, (x, 0.3)), parameters)
 
 
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (0, 5), (2, 3, 5)])
+def test_a_constant_factor_takes_every_shape_that_a_linear_map_takes(shape):
+    layer, x = Linear(5, 7).double(), draw(*shape).requires_grad_()
+    with torch.no_grad():
+        layer.weight.copy_(draw(7, 5, seed=4))
+    torch.testing.assert_close(layer(x, 0.3), 0.3 * layer(x))
+    layer(x, 0.3).sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.weight.grad.shape == (7, 5)
+
+
+def test_gradients_of_a_constant_factor_may_be_taken_outside_autocast():
+    layer, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    torch.nn.init.normal_(layer.weight, std=0.1)
+    gradients = []
+    for call in (lambda: layer(x, 0.5), lambda: 0.5 * layer(x)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call()
+        gradients.append(torch.autograd.grad(y.float().square().sum(), (x, layer.weight)))
+    for found, expected in zip(*gradients, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_frozen_weight_has_no_gradient():
+    layer, x = Linear(5, 7), draw(3, 5).float().requires_grad_()
+    torch.nn.init.normal_(layer.weight)
+    layer.weight.requires_grad_(False)
+    layer(x, 0.3).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+
+
 def test_split_heads_takes_queries_keys_and_values_apart():
     qkv = torch.arange(2 * 3 * 24).view(2, 3, 24)
     q, k, v = split_heads(qkv, 4)
