@@ -24,11 +24,6 @@ from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: 
 
 ROUNDING = 1e-2 if ON_GPU else 1e-6  # a few roundings to bf16, or to fp32
 
-pytestmark = [  # of the compiler's own doings
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 @custom_op("tests::pair", mutates_args=())
 def pair(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
