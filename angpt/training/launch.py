@@ -52,11 +52,22 @@ def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Rep
         if summary is not None and summary.status != "interrupted":
             return summary
         trainer = Trainer(plan, run, *data, reporter, strategy)
-        if (path := strategy.share(lambda: checkpoint.newest(run.checkpoints))) is not None:
+        if (path := strategy.share(lambda: newest_checkpoint(run))) is not None:
             trainer.load(path)
         if strategy.main:  # the micro-batch as given, not reduced to a divisor of this rank's share
             run.write_config(dataclasses.replace(plan.config, micro_batch=config.micro_batch or plan.micro_batch))
         return trainer.train()
+
+
+def newest_checkpoint(run: Run) -> Path | None:
+    """The checkpoint to continue from; None before the first. An error if all are damaged, which training would remove."""
+    path = checkpoint.newest(run.checkpoints)
+    if path is None and checkpoint.found(run.checkpoints):
+        raise UserError(
+            f"{run.checkpoints}: every checkpoint is damaged; restore one, remove the folder to start from step 0, or "
+            f"start a new run with --config {run.path / 'config.toml'}"
+        )
+    return path
 
 
 @contextmanager

@@ -180,6 +180,18 @@ def test_a_damaged_last_checkpoint_costs_steps_but_not_the_run(data, tmp_path):
     assert without_timing(run) == without_timing(Run.open(tmp_path / "whole"))
 
 
+@pytest.mark.filterwarnings("ignore:skipping a damaged checkpoint")
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(data, tmp_path):
+    start(small(data), tmp_path / "run", Stops(7))
+    run = Run.open(tmp_path / "run")
+    for path in checkpoint.found(run.checkpoints):
+        (path / "model.safetensors").write_bytes(b"nonsense")
+    before = sorted(run.checkpoints.rglob("*"))
+    with pytest.raises(UserError, match="every checkpoint is damaged; restore one"):
+        resume(run.path, Quiet())
+    assert sorted(run.checkpoints.rglob("*")) == before
+
+
 @pytest.mark.parametrize(("every", "saved"), [(1, ["step-000000001"]), (12, [])])
 def test_divergence_stops_and_is_marked(data, tmp_path, every, saved):
     """The first step writes weights of 1e29, whose squares overflow: the gradient of the second is not finite.
