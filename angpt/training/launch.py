@@ -60,7 +60,7 @@ def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Rep
 
 
 def newest_checkpoint(run: Run) -> Path | None:
-    """The checkpoint to continue from; None before the first. An error if all are damaged: training would remove them."""
+    """The checkpoint to continue from; None before the first, and an error if all of them are damaged."""
     path = checkpoint.newest(run.checkpoints)
     if path is None and checkpoint.found(run.checkpoints):
         raise UserError(
