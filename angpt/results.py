@@ -1,4 +1,4 @@
-"""What a study found, as plain data: `result.json`. Studies write it; report, fits and analysis read it."""
+"""What a study found, as plain data: `result.json`. Studies write it, fits read it, report and analysis compute it."""
 
 import dataclasses
 import json

@@ -218,7 +218,7 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
 
 
 def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
-    """The second stage: the minimum over the batch sizes, or the reason why there is none."""
+    """The second stage: the minimum over the batch sizes, or why it does not exist."""
     usable = [(s.batch_tokens, s.minimum) for s in sweeps if s.minimum is not None]
     if len(usable) < 3:
         found = f"{len(usable)} of {len(sweeps)} batch sizes"
@@ -250,7 +250,7 @@ def fit_sweep(batch: float, points: Sequence[tuple[float, float]], diverged: Seq
 
 
 def _minimum(lrs: Sequence[float], losses: Sequence[float], diverged: Sequence[float]) -> Minimum | str:
-    """The minimum over the rates, or the reason why there is none."""
+    """The minimum over the learning rates, or why it does not exist."""
     if not lrs:
         return f"all {len(diverged)} rates diverged; try lower ones"
     best, side = edge(losses)

@@ -197,7 +197,7 @@ def bootstrap_interval(values: Floats, freedom: float) -> Interval:
 
 
 def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: float | None = None) -> Parametric | str:
-    """The law, or the reason why there is none."""
+    """The fitted law, or why it could not be fitted."""
     sizes, budgets = len(np.unique(sample.parameters)), len(np.unique(sample.tokens))
     if len(sample) < 6 or sizes < 3 or budgets < 3:
         return (
