@@ -154,12 +154,6 @@ def relative_change(
     return Interval.around(mean_log(values) - mean_log(base), error, freedom, len(values)).map(math.expm1)
 
 
-def differ(one: Sequence[float], two: Sequence[float], deviation: Deviation) -> bool | None:
-    """True if the geometric means of two groups differ at 95 % confidence; None without an interval."""
-    change = relative_change(one, two, deviation, deviation)
-    return None if change.low is None else not change.covers(0.0)
-
-
 def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None:
     """Pearson's correlation, or Spearman's of the ranks; None if x or y is constant."""
     from scipy import stats

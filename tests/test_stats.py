@@ -11,7 +11,6 @@ from angpt.stats import (
     Interval,
     correlation,
     deviations,
-    differ,
     difference,
     edge,
     geometric_mean,
@@ -28,11 +27,12 @@ def test_differences_are_told_from_noise():
     for _ in range(300):
         groups = [np.exp(rng.normal(mean, 0.01, size=3)) for mean in (1.0, 1.0, 1.03)]
         deviation = pooled_deviation(groups)
-        wrong += differ(groups[0], groups[1], deviation)
-        right += differ(groups[0], groups[2], deviation)
+        same, other = (relative_change(groups[0], group, deviation, deviation) for group in groups[1:])
+        wrong += not same.covers(0)
+        right += not other.covers(0)
     assert wrong < 0.08 * 300
     assert right > 0.7 * 300
-    assert differ([1.0], [2.0], pooled_deviation([[1.0], [2.0]])) is None
+    assert relative_change([1.0], [2.0], Deviation(0.0, 0), Deviation(0.0, 0)) == Interval(-0.5, n=1)
 
 
 def test_pooled_deviation():

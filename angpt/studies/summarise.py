@@ -11,7 +11,6 @@ from angpt.stats import (
     Deviation,
     Interval,
     deviations,
-    differ,
     geometric_mean,
     mean_interval,
     mean_log,
@@ -24,6 +23,9 @@ from angpt.studies.search import Loss, Optimum, optimum
 from angpt.studies.speedup import CurvePoint, speed_up
 from angpt.training.record import newest_values
 from angpt.training.run import Run
+
+WIDE = 2.0
+"""Ratio of the ends of a speed-up's interval above which the verdict gives no value."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,9 @@ def summarise(
         costs += own_costs
         verdicts[size] = "Too few runs have finished for a verdict."
         if pair := contest(members, baseline):
-            distinct = differ(pair[0].losses, pair[1].losses, deviation)
+            change = relative_change(pair[0].losses, pair[1].losses, *(spread[c.group] for c in pair))
             best, reference = (rows[c.group] for c in pair)
-            sentence = verdict(best, reference, distinct, [rows[c.group] for c in members], own_costs)
+            sentence = verdict(best, reference, change, [rows[c.group] for c in members], own_costs)
             verdicts[size] = sentence if complete else f"So far: {sentence}"
     ordered = [rows[c.group] for c in chosen]
     return Result(
@@ -213,21 +215,19 @@ def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] |
     return None if reference is None or not others else (min(others, key=lambda c: mean_log(c.losses)), reference)
 
 
-def verdict(best: Row, reference: Row, distinct: bool | None, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
-    """A few sentences that compare the best architecture with the baseline.
-
-    `distinct`: True if their losses differ by more than seed noise; None with a single seed.
-    """
+def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
+    """A few sentences that compare the best architecture with the baseline; `change` is that of the loss."""
     assert best.val_loss is not None
     assert reference.val_loss is not None
     ours, theirs = best.val_loss.mean, reference.val_loss.mean
     name, base = label(best.architecture), label(reference.architecture)
+    noisy = change.covers(0.0)
     sentences = [
-        f"{name} reaches {ours:.3f}, {base} {theirs:.3f} ({overhead(Interval(ours / theirs - 1, None, None))})"
+        f"{name} reaches {ours:.3f}, {base} {theirs:.3f} ({overhead(change if noisy else Interval(change.mean))})"
     ]
-    if distinct is not True:
-        sentences.append("One seed: no intervals" if distinct is None else "The difference is within seed noise")
-    if gain := _gain(rows, name, best.architecture, base):
+    if noisy or change.low is None:
+        sentences.append("Too noisy to tell which is better" if noisy else "One seed: no intervals")
+    if gain := _gain(rows, name, best.architecture, base, bounds=not noisy):
         sentences.append(gain)
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
@@ -235,21 +235,26 @@ def verdict(best: Row, reference: Row, distinct: bool | None, rows: Sequence[Row
     return ". ".join(sentences) + "."
 
 
-def _gain(rows: Sequence[Row], name: str, architecture: str, base: str) -> str | None:
-    """The speed-up at the largest budget where it is known, and not only bounded; else the strongest bound."""
+def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: bool) -> str | None:
+    """The speed-up at the largest budget where it is known, and not only bounded; else, if `bounds`, the strongest."""
     own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
     by_relation = {r: [(row, s) for row, s in own if s.relation == r] for r in ("=", ">", "<")}
     if by_relation["="]:
         row, s = max(by_relation["="], key=lambda pair: pair[0].tokens)
+    elif not bounds:
+        return None
     elif by_relation[">"]:
         row, s = max(by_relation[">"], key=lambda pair: pair[1].value)
     elif by_relation["<"]:
         row, s = min(by_relation["<"], key=lambda pair: pair[1].value)
     else:
         return None
-    bound = "" if s.relation == "=" else f"{s.relation} "
-    interval = f" [{s.low:.2f}, {s.high:.2f}]" if s.low is not None and s.high is not None else ""
-    return f"To match {name} at {quantity(row.tokens)} tokens, {base} needs {bound}{s.value:.2f}× the tokens{interval}"
+    needs = f"To match {name} at {quantity(row.tokens)} tokens, {base} needs"
+    if s.low is None or s.high is None:
+        return f"{needs} {'' if s.relation == '=' else f'{s.relation} '}{s.value:.2f}× the tokens"
+    if s.high > WIDE * s.low:
+        return f"{needs} {s.low:.2f}× to {s.high:.2f}× the tokens: too noisy to tell the speed-up"
+    return f"{needs} {s.value:.2f}× the tokens [{s.low:.2f}, {s.high:.2f}]"
 
 
 def _time(overhead: Interval) -> str:

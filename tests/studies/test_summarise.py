@@ -20,9 +20,11 @@ COSTS = [
 ]
 
 
-def told(rows, costs=(), distinct=True):
-    """The verdict on the last row against the first."""
-    return verdict(rows[-1], rows[0], distinct, rows, costs)
+def told(rows, costs=(), half=0.01):
+    """The verdict on the last row against the first, whose change has an interval of this half width."""
+    mean = rows[-1].val_loss.mean / rows[0].val_loss.mean - 1
+    change = Interval(mean) if half is None else Interval(mean, mean - half, mean + half)
+    return verdict(rows[-1], rows[0], change, rows, costs)
 
 
 def chosen(architecture, tokens, *losses, status="finished"):
@@ -55,10 +57,29 @@ def test_a_clear_win():
     )
 
 
-def test_a_tie_is_called_one():
-    rows = [row("gpt+", 1, 3.0), row("angpt", 1, 2.95)]
-    found = told(rows, distinct=False)
-    assert found == "anGPT reaches 2.950, GPT+ 3.000 (−1.7 %). The difference is within seed noise."
+def test_noise_is_called_noise():
+    """A bound on the speed-up is left out, since noise may have made it."""
+    rows = [row("gpt+", 1, 3.0), row("angpt", 1, 2.95, speedup=SpeedUp(1.0, None, None, ">"))]
+    assert (
+        told(rows, half=0.02) == "anGPT reaches 2.950, GPT+ 3.000 (−1.7 % ± 2.0 %). Too noisy to tell which is better."
+    )
+    assert told(rows, half=0.01) == (
+        "anGPT reaches 2.950, GPT+ 3.000 (−1.7 %). To match anGPT at 1 tokens, GPT+ needs > 1.00× the tokens."
+    )
+
+
+@pytest.mark.parametrize(("low", "high", "noisy"), [(1.0, 2.1, True), (1.0, 1.9, False)])
+def test_a_wide_speed_up_is_not_told_as_a_number(low, high, noisy):
+    rows = [row("gpt+", 1, 3.0), row("angpt", 1, 2.9, speedup=SpeedUp(1.4, low, high, "="))]
+    wide = f"GPT+ needs {low:.2f}× to {high:.2f}× the tokens: too noisy to tell the speed-up."
+    assert told(rows).endswith(wide if noisy else f"GPT+ needs 1.40× the tokens [{low:.2f}, {high:.2f}].")
+
+
+@pytest.mark.parametrize(("losses", "noisy"), [((2.9, 3.06, 2.85), True), ((2.7, 2.71, 2.69), False)])
+def test_the_verdict_and_the_table_agree_on_what_is_noise(losses, noisy):
+    result = summarised(chosen("gpt+", 1, 3.0, 3.1, 2.9), chosen("angpt", 1, *losses))
+    assert result.rows[1].change.covers(0) == noisy
+    assert ("Too noisy to tell which is better" in result.verdict) == noisy
 
 
 def test_a_loss_is_called_one():
@@ -76,7 +97,7 @@ def test_a_cost_that_is_none_is_called_none():
 
 def test_one_seed_has_no_error_bars():
     rows = [row(n, 1, m, spread=0) for n, m in (("gpt+", 3.0), ("angpt", 2.9))]
-    assert told(rows, distinct=None).endswith("(−3.3 %). One seed: no intervals.")
+    assert told(rows, half=None).endswith("(−3.3 %). One seed: no intervals.")
 
 
 @pytest.mark.parametrize("names", [("gpt+",), ("angpt", "ngpt")])
