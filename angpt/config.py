@@ -301,7 +301,8 @@ def toml_values(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as TOML ({error})") from error
+        missing = isinstance(error, FileNotFoundError)
+        raise UserError(f"{path}: {'does not exist' if missing else f'cannot be read as TOML ({error})'}") from error
 
 
 def read_toml(cls: type[T], path: Path) -> T:

@@ -90,7 +90,7 @@ def mistakes(data, tmp_path):
         "no such file or folder; `angpt data prepare` makes one": ("--config", gone, "--out", new),
         "are not a sequence of uint16 tokens": ("--config", broken, "--out", new),
         "no run folder": ("--resume", tmp_path / "nothing"),
-        "cannot be read as TOML": ("--config", tmp_path / "nothing.toml"),
+        "nothing.toml: does not exist": ("--config", tmp_path / "nothing.toml"),
         "unknown preset 'lapotp': did you mean laptop": ("--preset", "lapotp"),
         "give one of them": ("--preset", "laptop", "--config", fine),
     }
