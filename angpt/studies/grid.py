@@ -58,7 +58,7 @@ class Point:
 
 
 def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
-    """The groups of a grid: small models first, the architectures in turn."""
+    """The groups of a grid, the architectures in turn."""
     sizes, budgets = grid.sizes or ("",), grid.budgets or (train.tokens,)
     for size, budget, architecture in product(sizes, budgets, grid.architectures):
         yield Group(architecture, size, budget_name(budget))
@@ -124,8 +124,12 @@ def run_config(config: StudyConfig, point: Point) -> TrainConfig:
 def budget_tokens(config: StudyConfig, group: Group) -> int:
     """The budget of a group in tokens. Multiples are of the baseline's parameters, so that it is the same for every
     architecture of a size."""
-    parameters, _ = count(sized(config, dataclasses.replace(group, architecture=baseline(config))).model)
-    return parse_budget(group.budget, parameters)
+    return parse_budget(group.budget, baseline_parameters(config, group))
+
+
+def baseline_parameters(config: StudyConfig, group: Group) -> int:
+    """Number of parameters of the baseline in the size of a group."""
+    return count(sized(config, dataclasses.replace(group, architecture=baseline(config))).model)[0]
 
 
 def baseline(config: StudyConfig) -> str:
