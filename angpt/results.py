@@ -1,4 +1,7 @@
-"""What a study found, as plain data: `result.json`. Studies write it, fits read it, report and analysis compute it."""
+"""What a study found, as plain data: `result.json`, which report, fits and analysis read.
+
+`Study.result` reads the file, and computes and writes it again if it is missing or stale.
+"""
 
 import dataclasses
 import json
@@ -125,6 +128,8 @@ class Result:
     costs: tuple[Cost, ...]
     notes: tuple[str, ...]
     runs: tuple[RunResult, ...]
+    sources: str = ""
+    """Checksum of the settings and files that the result was computed from; another one means that it is stale."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -177,11 +182,11 @@ class Result:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """The result that lies in the folder of a study."""
+        """The result.json of a study, stale or not."""
         path = folder / RESULT
         try:
             return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, UserError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
             raise UserError(f"{path}: cannot be read ({error}); `angpt report {folder}` writes it again") from error
 
     def write(self, folder: Path) -> None:

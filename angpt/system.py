@@ -12,12 +12,15 @@ from angpt.errors import UserError
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # another process may write the same file
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,14 +1,17 @@
 """The command `angpt analyze`."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from angpt.config import Device
 from angpt.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from angpt.results import Result, RunResult
 
 ALL = ("norms", "factors", "learned", "moments", "robustness", "attention")
 TOY = "toy"
@@ -43,7 +46,7 @@ def analyze(
     if not parts:
         raise UserError(f"--parts needs at least one of {', '.join((*ALL, TOY))}")
     measured = [part for part in parts if part != TOY]
-    folders = expand(runs)
+    folders = expand(runs, lambda result: result.representatives())
     if measured and not folders:
         raise UserError("name run folders, or the folder of a study (only --parts toy needs none)")
     study = len(runs) == 1 and folders != list(runs)
@@ -81,8 +84,8 @@ def analyze(
         console.print(f"toy examples: {target / 'figures'}", highlight=False, soft_wrap=True)
 
 
-def expand(folders: Sequence[Path]) -> list[Path]:
-    """Run folders, with each folder of a study replaced by one run per architecture and size."""
+def expand(folders: Sequence[Path], chosen: "Callable[[Result], Sequence[RunResult]]") -> list[Path]:
+    """The folders, with that of each study replaced by those runs of its result that are `chosen`."""
     found: list[Path] = []
     for folder in folders:
         if not (folder / "study.toml").exists():
@@ -90,7 +93,7 @@ def expand(folders: Sequence[Path]) -> list[Path]:
             continue
         from angpt.studies.study import Study
 
-        runs = [folder / "runs" / run.name for run in Study.open(folder).result().representatives()]
+        runs = [folder / "runs" / run.name for run in chosen(Study.open(folder).result())]
         started = [path for path in runs if path.exists()]
         if not started:
             raise UserError(f"{folder}: no run has started yet; start them with `angpt study run {folder}`")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from angpt.cli.analysis import expand
 from angpt.errors import UserError, nearest
 from angpt.fits.records import Count, RunTable, read_table
 from angpt.present.tables import Table, show
@@ -111,7 +112,7 @@ def _read(
 ) -> RunTable:
     """The runs of the chosen architectures, or of all."""
     with console.status("reading runs"):
-        table = read_table(sources, needed, curves)
+        table = read_table(expand(sources, lambda result: result.runs), needed, curves)
     known = table.architectures()
     for name in chosen:
         if name not in known:

@@ -67,7 +67,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         console = Console()
         pool = Processes(default_workers() if workers is None else workers)
         result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
-        _notes(console, study, result)
+        _notes(console, result.notes)
+        _check_failures(study, result)
         pages = write_pages(folder, result, folder, study.commands())
         shown = "".join(f"\nreport: {page}" for page in pages)
         console.print(f"\n{result.verdict}\n{shown}", highlight=False, soft_wrap=True)
@@ -133,7 +134,8 @@ def study_run(
     result = _execute(study, pool, console, f"stopped{stays}; the same command goes on", live=workers != 0)
     if any(run.ended for run in result.runs):
         show(console, result_table(result))
-    _notes(console, study, result, "(--retry tries again)")
+    _notes(console, result.notes)
+    _check_failures(study, result, "(--retry tries again)")
     console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
 
 
@@ -150,15 +152,16 @@ def _execute(study: "Study", pool: "Pool", console: "Console", stopped: str, liv
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _notes(
-    console: "Console", study: "Study", result: "Result", advice: str = "(the same command tries again)"
-) -> None:
-    """Print the notes of a result; an error that gives the reasons where runs failed."""
-    for note in result.notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+def _check_failures(study: "Study", result: "Result", advice: str = "(the same command tries again)") -> None:
+    """Raise an error that gives the reasons if runs failed."""
     if failures := study.failures():
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
         raise UserError(f"{study.folder}: {len(failures)} of {len(result.runs)} runs failed {advice}:{reasons}")
+
+
+def _notes(console: "Console", notes: Sequence[str]) -> None:
+    for note in notes:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True)
 
 
 def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -176,6 +179,8 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
 
     console = Console()
     opened = Study.open(_folder(study))
+    if study.is_file() and Study.read(study, opened.folder).config != opened.config:
+        _notes(console, [f"{study}: was edited since {opened.folder} began; `angpt study run {study}` takes it over"])
     runs = progress(opened)
     show(console, status_table(runs))
     for line in status_lines(opened, runs):
@@ -183,6 +188,7 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     result = opened.result()
     if any(run.ended for run in result.runs):
         show(console, result_table(result))
+    _notes(console, result.notes)
 
 
 def study_plan(
@@ -241,7 +247,6 @@ def report(
     from rich.console import Console
 
     from angpt.report import write_pages, write_report
-    from angpt.studies.outcome import write_result
     from angpt.studies.study import FILE, Study
     from angpt.studies.summarise import summarise_runs
     from angpt.training.run import Run
@@ -251,10 +256,8 @@ def report(
     if len(folders) == 1 and (folders[0] / FILE).exists():
         study = Study.open(folders[0])
         result = study.result()
-        target = out or study.folder
-        target.mkdir(parents=True, exist_ok=True)
-        write_result(result, target)
-        pages = write_pages(study.folder, result, target, study.commands())
+        _notes(Console(), result.notes)
+        pages = write_pages(study.folder, result, out or study.folder, study.commands())
     else:
         names = [Run.open(folder).config().model.architecture for folder in folders]
         chosen = baseline or ("gpt+" if "gpt+" in names else names[0])

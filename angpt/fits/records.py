@@ -107,7 +107,8 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
         if not source.is_dir():
             records += _csv_records(source, notes)
             continue
-        folders = {path.resolve(): path for path in _study_folders(source)}
+        runs = source / "runs" if (source / "study.toml").exists() else source  # without trials
+        folders = {path.resolve(): path for path in _run_folders(runs)}
         if not folders:
             raise UserError(f"{source}: has no runs")
         records += [_run_record(path, curves) for key, path in folders.items() if key not in seen]
@@ -171,16 +172,6 @@ def _mean_curve(group: Sequence[Record]) -> tuple[tuple[float, float], ...]:
     curves = [dict(r.curve) for r in group]
     common = sorted(set.intersection(*map(set, curves)))
     return tuple((t, math.exp(mean_log([c[t] for c in curves]))) for t in common)
-
-
-def _study_folders(folder: Path) -> list[Path]:
-    """The runs that a study's result lists (its trials are not); for any other folder, all run folders below it."""
-    from angpt.results import RESULT, Result  # needs tyro, which the fits do not
-
-    if (folder / RESULT).exists():
-        runs = [folder / "runs" / run.name for run in Result.read(folder).runs]
-        return [path for path in runs if path.exists()]
-    return list(_run_folders(folder / "runs" if (folder / "study.toml").exists() else folder))
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:

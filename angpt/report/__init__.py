@@ -14,11 +14,14 @@ def write_report(study: Path, runs: Sequence[Path], result: Result, out: Path, c
     """
     try:
         from angpt.report.page import write_page
+
+        return write_page(study, runs, result, out, commands)
     except ModuleNotFoundError as error:
         raise UserError(
             f"the report needs the package {error.name}, which is not installed; pip install 'angpt[report]'"
         ) from error
-    return write_page(study, runs, result, out, commands)
+    except OSError as error:
+        raise UserError(f"{out}: the page cannot be written ({error}); choose another --out") from error
 
 
 def write_pages(study: Path, result: Result, out: Path, commands: Sequence[str]) -> list[Path]:
@@ -27,7 +30,6 @@ def write_pages(study: Path, result: Result, out: Path, commands: Sequence[str])
     for size in result.sizes:
         shown = result.of_size(size)
         target = out / (size if len(result.sizes) > 1 else "")
-        target.mkdir(parents=True, exist_ok=True)
         folders = [path for run in shown.runs if (path := study / "runs" / run.name).exists()]
         pages.append(write_report(study, folders, shown, target, commands))
     return pages

@@ -73,15 +73,22 @@ def state_of(job: Job, running: bool) -> State:
     return "stopped" if job.folder.exists() else "waiting"
 
 
-def check_settings(job: Job) -> None:
-    """A folder that is there must hold this run. What the settings leave to the device is the device's, wherever the
-    run was begun."""
+def changed_settings(job: Job) -> list[str]:
+    """The settings that the folder of a run, where there is one, has with other values. What the job leaves to the
+    device is the device's, wherever the run was begun."""
     if not job.folder.exists():
-        return
+        return []
     stored = Run.open(job.folder).config()
     device = stored.device if job.config.device == "auto" else job.config.device
-    if differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored):
-        raise UserError(f"{job.folder}: was begun with other settings (see its config.toml); move it away")
+    return differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored)
+
+
+def check_settings(job: Job) -> None:
+    """Refuse a folder that holds another run."""
+    if changed := changed_settings(job):
+        raise UserError(
+            f"{job.folder}: was begun with other settings ({', '.join(changed)}; see its config.toml); move it away"
+        )
 
 
 def bring_to_end(job: Job, reporter: "Reporter") -> Summary:

@@ -1,21 +1,13 @@
 """The result of a study as a table: in the terminal, and in result.md beside result.json."""
 
 import math
-from pathlib import Path
 
 from angpt.present.tables import Table
 from angpt.present.words import interval, label, overhead, plural
 from angpt.results import Result, Row
-from angpt.system import write_atomically
 
 EDGE = {-1: " ↓", 0: "", 1: " ↑"}
 """Beside a value that is the lowest or highest of those tried."""
-
-
-def write_result(result: Result, folder: Path) -> None:
-    """Write result.json and result.md."""
-    result.write(folder)
-    write_atomically(folder / "result.md", markdown(result))
 
 
 def result_table(result: Result) -> Table:

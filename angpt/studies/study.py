@@ -5,20 +5,23 @@ runs/         a run folder for each point of the grids, under a name that says w
 tuning/       a run folder for each trial of grids that are tuned
 failed/       why a run failed, as text; it is left alone until it is to be tried again
 slurm/        jobs.json and the output of jobs, on a cluster
-result.json   what came out, brought up to date whenever a run ends; result.md: the same as a table
+result.json   what came out, brought up to date when a run ends or it is read; result.md: the same as a table
 """
 
 import dataclasses
 import fcntl
+import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from angpt.config import to_toml
 from angpt.errors import UserError
-from angpt.results import Result, RunResult
+from angpt.present.words import plural
+from angpt.results import RESULT, Result, RunResult
 from angpt.studies.compare import read_config
 from angpt.studies.config import Grid, StudyConfig
 from angpt.studies.executor import Pool, execute
@@ -26,6 +29,7 @@ from angpt.studies.grid import (
     Group,
     Point,
     baseline,
+    baseline_parameters,
     budget_name,
     groups,
     largest_lines,
@@ -34,13 +38,14 @@ from angpt.studies.grid import (
     start_lines,
     tuning_group,
 )
-from angpt.studies.jobs import MADE_BY, Job, check_new, ended, failure_of, note_failure, repeated_by
-from angpt.studies.outcome import write_result
+from angpt.studies.jobs import MADE_BY, Job, changed_settings, check_new, ended, failure_of, note_failure, repeated_by
+from angpt.studies.outcome import markdown
 from angpt.studies.search import Loss, Optimum, grow, optimum
 from angpt.studies.summarise import Chosen, choose, run_result, summarise
 from angpt.system import write_atomically
 from angpt.training.launch import check
 from angpt.training.plan import make_plan
+from angpt.version import __version__
 
 FILE = "study.toml"
 
@@ -127,7 +132,7 @@ class Study:
         return loss
 
     def searches(self) -> list[Search]:
-        """Every group of every grid, with the points that the results so far call for."""
+        """Every group of every grid, small models first, with the points that the results so far call for."""
         found: list[Search] = []
         for grid in self.config.grid:
             for group in groups(grid, self.config.train):
@@ -142,7 +147,7 @@ class Study:
                 if best is not None and over:
                     lines = {batch: [best.lr] for batch in lines}
                 found.append(Search(group, grid, lines, ready=best is not None and over))
-        return found
+        return sorted(found, key=lambda search: baseline_parameters(self.config, search.group))
 
     def _grown(self, grid: Grid, group: Group, trials: bool = False) -> Search:
         start = start_lines(grid, group, self.config, trials)
@@ -191,15 +196,40 @@ class Study:
         """Bring all runs to their end. A run that fails is noted, and the others go on."""
 
         def jobs() -> list[Job]:
-            self.write_result()
+            self.result()
             return self.jobs()
 
         with self.lock():
             execute(jobs, pool, tick, note_failure)
-            return self.write_result()
+            return self.result()
 
     def result(self) -> Result:
-        """The result of the runs as they are now."""
+        """The result of the runs as they are now: result.json, computed and written again if it is missing or stale."""
+        sources = self._sources()
+        with suppress(UserError):
+            if (stored := Result.read(self.folder)).sources == sources:
+                return stored
+        result = dataclasses.replace(self._compute(), sources=sources)
+        try:
+            write_atomically(self.folder / "result.md", markdown(result))
+            result.write(self.folder)
+        except OSError as error:
+            print(f"note: {self.folder}: {RESULT} cannot be written ({error.strerror})", file=sys.stderr)
+        return result
+
+    def _sources(self) -> str:
+        """Checksum of all that the result is computed from: this version, the settings, and files of the runs, of which
+        metrics.jsonl counts by its length, since it is only appended to."""
+        digest = hashlib.sha256(f"{__version__}\n{to_toml(self.config)}".encode())
+        names = ("config.toml", "summary.json", "metrics.jsonl")
+        patterns = ["failed/*.txt", *(f"{kind}/*/{name}" for kind in ("runs", "tuning") for name in names)]
+        for path in sorted(path for pattern in patterns for path in self.folder.glob(pattern)):
+            with suppress(FileNotFoundError):  # the summary of a run that goes on is removed
+                content = str(path.stat().st_size).encode() if path.suffix == ".jsonl" else path.read_bytes()
+                digest.update(f"\n{path.relative_to(self.folder)} {len(content)}\n".encode() + content)
+        return digest.hexdigest()
+
+    def _compute(self) -> Result:
         searches = self.searches()
         called_for = dict.fromkeys(point for search in searches if not search.trials for point in search.points())
         runs = {point: run_result(self.job(point), point.group.size) for point in called_for}
@@ -214,17 +244,24 @@ class Study:
             for name, best, over in tuned
             if best is not None and over and best.lr_side
         ]
+        notes += self._edits(self._jobs(searches))
         return summarise(chosen, list(runs.values()), baseline(self.config), base_budget, notes)
+
+    def _edits(self, jobs: Sequence[Job]) -> list[str]:
+        """Notes on runs in the folder that are not as the file, which may have been edited since, has them."""
+        notes = []
+        if changed := [names for job in jobs if (names := changed_settings(job))]:
+            settings = ", ".join(dict.fromkeys(name for names in changed for name in names))
+            notes.append(f"{FILE}: {plural(len(changed), 'run')} began with other values of {settings}")
+        known = {job.folder.name for job in jobs}
+        if left := sorted({path.parent.name for path in self.folder.glob("runs/[!.]*/config.toml")} - known):
+            shown = f"{', '.join(left[:3])}{', …' if len(left) > 3 else ''}"
+            notes.append(f"{FILE}: {plural(len(left), 'run')} not in it and left out: {shown}")
+        return notes
 
     def _choose(self, group: Group, points: dict[tuple[int, float], list[RunResult]]) -> Chosen:
         seeds = {at: [run.seed for run in runs] for at, runs in points.items()}
         return choose(group, points, lambda batch, lr: self.loss(group, seeds[batch, lr])(batch, lr))
-
-    def write_result(self) -> Result:
-        """Write result.json and result.md, of the runs as they are now."""
-        result = self.result()
-        write_result(result, self.folder)
-        return result
 
     def commands(self) -> list[str]:
         """The commands that make this study again."""

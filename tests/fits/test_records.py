@@ -11,9 +11,6 @@ from angpt.errors import UserError
 from angpt.fits.compute import Counting, make_curves, make_sample
 from angpt.fits.records import COLUMNS, Record, average, read_table
 from angpt.models.variants import build
-from angpt.results import Result
-from angpt.studies.jobs import Job
-from angpt.studies.summarise import run_result
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 
@@ -69,19 +66,6 @@ def test_run_folders(tmp_path):
     assert [(r.lr, r.tokens) for r in table.diverged] == [(0.1, 6400)]  # the budget that it was meant for
     assert table.notes[0].startswith("1 of 5 runs diverged")
     assert "2 of 5 runs have not finished and are left out" in table.notes
-
-
-def test_the_runs_of_a_study_are_those_of_its_result(tmp_path):
-    study = tmp_path / "study"
-    for seed, name in enumerate(("a", "b", "left-over")):
-        make_run(study / "runs" / name, seed=seed)
-    jobs = [Job(Run.open(study / "runs" / name).config(), study / "runs" / name) for name in "ab"]
-    Result("gpt+", True, {}, (), (), (), tuple(map(run_result, jobs))).write(study)
-    table = read_table([study])
-    assert [cell.seeds for cell in table.cells] == [2]
-    (study / "result.json").write_text('{"cells": []}')
-    with pytest.raises(UserError, match=r"result.json: cannot be read .* `angpt report .*` writes it again"):
-        read_table([study])
 
 
 def test_compute_of_a_run_is_that_of_the_model(tmp_path):

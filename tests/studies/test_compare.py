@@ -191,8 +191,6 @@ def test_runs_alone_make_a_report(finished, tmp_path, capsys):
         same = next(r for r in whole.rows if (r.architecture, r.tokens) == (row.architecture, row.tokens))
         assert dataclasses.replace(row, runs=same.runs) == same
         assert set(row.runs) == set(same.runs)
-    main(["report", str(finished.folder), "--out", str(tmp_path / "again")])
-    assert Result.read(tmp_path / "again") == whole
 
 
 def test_a_comparison_under_way_has_a_report(data, tmp_path, capsys):
@@ -352,8 +350,6 @@ def test_a_folder_of_an_earlier_version_goes_on(finished, data, tmp_path, capsys
     shutil.rmtree(last)
     assert Study.open(folder).config == finished.config
     assert f"{last.name} waiting" in angpt(capsys, "study", "status", folder)[1]
-    code, said = angpt(capsys, "fit", "scaling", folder)
-    assert (code, f"`angpt report {folder}` writes it again" in said) == (2, True)
     (tmp_path / "train.toml").write_text(to_toml(options.train))
     arguments = ["--seeds", 0, 1, "--budgets", 2048, 4096, "--tune", 2, "--out", folder]
     code, said = angpt(capsys, "compare", "--config", tmp_path / "train.toml", *arguments)

@@ -214,7 +214,7 @@ def test_settings_that_changed_are_found_before_anything_runs(make):
     study.begin(study.folder.with_suffix(".toml"), "", on_this_machine=True)
     pretend(study.jobs()[2])
     changed = make(*ONE, ("eval_tokens = 512", "eval_tokens = 256"))
-    with pytest.raises(UserError, match="was begun with other settings"):
+    with pytest.raises(UserError, match=r"was begun with other settings \(eval_tokens; see its config.toml\)"):
         changed.execute(Processes(1), ignore)
     assert len(list(study.folder.glob("runs/*"))) == 1
 
@@ -255,9 +255,10 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
     study = make(*ONE)
     file = study.folder.with_suffix(".toml")
     for args, message in (
-        (("run", tmp_path / "no.toml"), "no.toml: cannot be read as TOML"),
+        (("run", tmp_path / "no.toml"), "no.toml: does not exist"),
+        (("plan", tmp_path / "no.toml"), "no.toml: does not exist"),
         (("status", tmp_path / "no"), "no: holds no study; begin one with"),
-        (("run", tmp_path), "study.toml: cannot be read as TOML"),
+        (("run", tmp_path), "study.toml: does not exist"),
         (("run", file, "--out", file), "s.toml: is there and is not an empty folder"),
         (("run", file, "--out", "/proc/nowhere/s"), "/proc/nowhere/s: cannot be written to"),
         (("plan", file, "--tflops", "-1"), "--tflops -1.0: must be positive"),
