@@ -94,11 +94,14 @@ def test_gradients_do_not_suffer_from_the_compiler(architecture: str, recompute:
         each.zero_grad()  # vectors are the same in both
         with attention_backends():
             each(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).backward()
-        gradients.append([p.grad.double().clone() for p in each.parameters()])
-    for (name, p), truth, a, b in zip(exact.named_parameters(), *gradients, strict=True):
-        errors = [(x - truth).norm() / truth.norm() for x in (a, b)]
-        assert max(errors) < 0.3, name  # a single number, a sum with both signs, may come near it
-        assert p.numel() == 1 or errors[1] <= 1.5 * errors[0], name
+        found = {name: p.grad.double().clone() for name, p in each.named_parameters()}
+        # A single number is a sum with both signs, whose rounding error may exceed it: those of all layers together.
+        numbers = [found.pop(name) for name, p in each.named_parameters() if p.numel() == 1]
+        gradients.append(found | ({"numbers": torch.cat(numbers)} if numbers else {}))
+    for name, truth in gradients[0].items():
+        errors = [(x[name] - truth).norm() / truth.norm() for x in gradients[1:]]
+        assert max(errors) < 0.3, name
+        assert name == "numbers" or errors[1] <= 1.5 * errors[0], name
 
 
 @pytest.mark.slow
