@@ -73,9 +73,7 @@ def main() -> None:
                     print(f"{words}: fsdp and one process: {difference(ours, theirs)}", flush=True)
                     runs[compiled, mode] = theirs
             plain, fast = runs[False, "off"], runs[True, "auto"]
-            print(
-                f"{architecture} {dtype}, one process: eager without and compiled with kernels: {difference(plain, fast)}"
-            )
+            print(f"{architecture} {dtype}: eager without kernels and compiled with: {difference(plain, fast)}")
     fsdp.watchdog.stop()
 
 
