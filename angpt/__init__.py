@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from angpt.models.primitives import rms as rms
     from angpt.models.variants import ARCHITECTURES as ARCHITECTURES
     from angpt.models.variants import build as build
+    from angpt.optim.standalone import Muon as Muon
 
 # Imported at first use, so that `angpt --help` does not wait for torch.
 _PUBLIC = {
@@ -37,6 +38,7 @@ _PUBLIC = {
     "models.factors": ("constants", "nu_lerp", "nu_linear"),
     "models.primitives": ("LearnedScale", "lerp", "norm", "rms"),
     "models.variants": ("ARCHITECTURES", "build"),
+    "optim.standalone": ("Muon",),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
@@ -46,7 +48,7 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'angpt' has no attribute {name!r}")
-    if _HOME[name].startswith("models"):
+    if _HOME[name].startswith(("models", "optim")):
         importlib.import_module("angpt.fast")  # registers the kernels
     return getattr(importlib.import_module(f"angpt.{_HOME[name]}"), name)
 

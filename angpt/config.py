@@ -152,10 +152,16 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay of matrices, and the schedule of its rate: warm-up, then a cosine."""
+    """The optimizer, with decoupled weight decay of matrices, and the schedule of its rate: warm-up, then a cosine."""
 
+    name: Literal["adam", "muon"] = "adam"
+    """muon: Muon on the matrices of the blocks, Adam on embedding, head and vectors."""
     lr: float | None = None
-    """Peak learning rate; from the rule for the model's size (training/rules.toml) unless given."""
+    """Peak learning rate, with muon that of Muon; from the rule for the model (training/rules.toml) unless given."""
+    adam_lr: float | None = None
+    """muon: peak learning rate of Adam; from the rule for the model unless given."""
+    momentum: float = 0.95
+    """muon: decay of the first moment in Muon."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -172,10 +178,19 @@ class OptimizerConfig:
     """Largest norm of the gradient; longer ones are clipped."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "positive", lambda value: value > 0, "lr", "eps", "clip", prefix="optimizer.")
+        check_settings(self, "positive", lambda value: value > 0, "lr", "adam_lr", "eps", "clip", prefix="optimizer.")
         fractions = ("warmup", "final_lr", "weight_decay")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")
-        check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, "beta1", "beta2", prefix="optimizer.")
+        decays = ("beta1", "beta2", "momentum")
+        check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, *decays, prefix="optimizer.")
+        if self.name == "adam" and self.adam_lr is not None:
+            raise UserError(
+                "optimizer.adam_lr is Adam's rate beside Muon; with optimizer.name = 'adam' set optimizer.lr"
+            )
+
+
+Recipe = str
+"""An architecture or variant, followed by `:muon` if Muon trains it: gpt+, angpt:muon, angpt/no-lerp:muon."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +256,20 @@ class TrainConfig:
         if self.shard_ranks is not None and self.parallel != "fsdp":
             raise UserError(f"shard_ranks = {self.shard_ranks} shards matrices, which needs parallel = 'fsdp'")
         parse_budget(self.tokens, parameters=10**9)
+
+    @property
+    def recipe(self) -> Recipe:
+        name = self.optimizer.name
+        return self.model.architecture if name == "adam" else f"{self.model.architecture}:{name}"
+
+    def with_recipe(self, recipe: Recipe) -> Self:
+        """The same settings with the architecture and the optimizer of a recipe."""
+        architecture, _, optimizer = recipe.partition(":")
+        if recipe.endswith(":") or optimizer == "adam":
+            raise UserError(f"{recipe!r}: write {architecture}, which Adam trains, or {architecture}:muon")
+        changed = from_dict(OptimizerConfig, {**vars(self.optimizer), "name": optimizer or "adam"}, "optimizer")
+        model = dataclasses.replace(self.model, architecture=architecture)
+        return dataclasses.replace(self, model=model, optimizer=changed)
 
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")

@@ -154,7 +154,7 @@ def analyse_run(
         if "robustness" in parts:
             text = robustness.shift("text", "validation text", measured // context, context, loss, stream.stream())
             robust = robustness.compare(model, text, unusual, batch_tokens, bf16=bf16, tick=progress)
-    warmup = rule_for(config.model.architecture).warmup if config.optimizer.warmup is None else config.optimizer.warmup
+    warmup = rule_for(config.recipe).warmup if config.optimizer.warmup is None else config.optimizer.warmup
     return RunAnalysis(
         run=record.name,
         architecture=config.model.architecture,
@@ -204,8 +204,8 @@ def labels(runs: Sequence[tuple[Path, TrainConfig]]) -> list[str]:
     would have the same name."""
     names = []
     for _, config in runs:
-        name = label(config.model.architecture)
-        without = config.optimizer.warmup == 0 and rule_for(config.model.architecture).warmup > 0
+        name = label(config.recipe)
+        without = config.optimizer.warmup == 0 and rule_for(config.recipe).warmup > 0
         names.append(f"{name} without warm-up" if without else name)
     folders = [path.resolve().name for path, _ in runs]
     if len(set(folders)) < len(folders):

@@ -137,7 +137,7 @@ def traffic_table(size: str = "1B", context: int = 2048) -> str:
     """Milliseconds of compute and communication per step at the default batch size, by the number of GPUs."""
     cfg, machine = ModelConfig.size(size, context=context), Machine()
     n = matrix_counts(cfg)
-    sequences = rule_for(cfg.architecture).batch_at(n.parameters, context) // context
+    sequences = rule_for(cfg.architecture).batch_at(n.parameters, 20 * n.parameters, context) // context
     head = ["GPUs", "sequences each", "compute", "ddp", "fsdp, all", f"fsdp, {machine.gpus} each", "limit"]
     rows = []
     for ranks in (1, 8, 16, 64, 256, 1024, 4096):

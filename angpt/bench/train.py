@@ -16,7 +16,7 @@ from angpt.config import SIZES, ModelConfig, OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
-from angpt.optim.adam import total_norm
+from angpt.optim.optimizer import total_norm
 from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.engine import Engine, attention_backends

@@ -259,7 +259,7 @@ def report(
         _notes(Console(), result.notes)
         pages = write_pages(study.folder, result, out or study.folder, study.commands())
     else:
-        names = [Run.open(folder).config().model.architecture for folder in folders]
+        names = [Run.open(folder).config().recipe for folder in folders]
         chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
         if chosen not in names:
             raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")

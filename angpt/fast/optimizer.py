@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angpt.optim.adam import ParameterState, adam_, square_sum
+from angpt.optim.adam import adam_
+from angpt.optim.muon import descend_, momentum_, symmetric_product
+from angpt.optim.optimizer import square_sum
+from angpt.optim.states import ALIGNMENT, ParameterState
 
 
 def _adam(states: Sequence[ParameterState], gradients: Sequence[Tensor], clip: Tensor, **options: Any) -> None:
@@ -25,6 +28,24 @@ def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(operator.add, sums)
 
 
+def _momentum(*args: Any) -> None:
+    from angpt.fast import muon_kernels
+
+    muon_kernels.momentum_(*args)
+
+
+def _descend(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: float, scale: float) -> None:
+    from angpt.fast import optimizer_kernels
+
+    optimizer_kernels.descend_(states, updates, lr, scale)
+
+
+def _symmetric_product(*args: Any) -> Tensor:
+    from angpt.fast import muon_kernels
+
+    return muon_kernels.symmetric_product(*args)
+
+
 def _is_matrix_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.ndim == 2 and x.numel() > 0  # a rank may have no row of a small matrix
 
@@ -37,5 +58,26 @@ def _square_sum_applies(tensors: Sequence[Tensor]) -> bool:
     return all(map(_is_matrix_on_gpu, tensors))
 
 
+def _momentum_applies(
+    states: Sequence[ParameterState], gradients: Sequence[Tensor], updates: Sequence[Tensor], *_: object
+) -> bool:
+    return _adam_applies(states) and all(_aligned(x) for x in (*gradients, *updates))
+
+
+def _descend_applies(states: Sequence[ParameterState], updates: Sequence[Tensor], *_: object) -> bool:
+    return _adam_applies(states) and all(map(_aligned, updates))
+
+
+def _aligned(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+
+
+def _symmetric_product_applies(x: Tensor, *_: object) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0
+
+
 adam_.accelerate(_adam, _adam_applies)
+momentum_.accelerate(_momentum, _momentum_applies)
+descend_.accelerate(_descend, _descend_applies)
+symmetric_product.accelerate(_symmetric_product, _symmetric_product_applies)
 square_sum.accelerate(_square_sum, _square_sum_applies)

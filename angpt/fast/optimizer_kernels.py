@@ -1,12 +1,13 @@
-"""The optimizer step of matrices on a GPU: Adam, the constraint and the low-precision copy in one pass over memory.
+"""The optimizer step of matrices on a GPU: update, constraint and low-precision copy in one pass over memory.
 
-`optim.adam.adam_` is the plain form, which reads and writes each parameter up to six times per step.
+The update is Adam's, or one that was computed before (Muon). The plain forms, `optim.adam.adam_` and
+`optim.muon.descend_`, read and write each parameter up to six times per step.
 
 One launch updates many matrices. A table has a line of addresses for each matrix; a list has, for each program, the
 number of its matrix and the position where it starts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from angpt.constraints import TINY, Constraint
 from angpt.fast import tuning
-from angpt.optim.adam import ALIGNMENT, ParameterState
+from angpt.optim.states import ALIGNMENT, ParameterState
 
 TILE, COLUMNS, DOWN = tuning.ADAM_TILE, tuning.ADAM_COLUMNS, tuning.ADAM_COLUMN_ROWS
 BLOCK, BLOCKS = tuning.SQUARES_BLOCK, tuning.SQUARES_TILES
@@ -26,14 +27,14 @@ KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.b
 
 
 @triton.jit
-def _place(programs_ptr, EACH: tl.constexpr):
+def place(programs_ptr, EACH: tl.constexpr):
     """The matrix of this program and its start there, a multiple of the size that each program processes."""
     program = tl.program_id(0)
     return tl.load(programs_ptr + 2 * program), tl.multiple_of(tl.load(programs_ptr + 2 * program + 1), EACH)
 
 
 @triton.jit
-def _pointer(entry_ptr, KIND: tl.constexpr):
+def pointer(entry_ptr, KIND: tl.constexpr):
     """The pointer in an entry of a table; 16 is ALIGNMENT."""
     return tl.multiple_of(tl.load(entry_ptr).to(tl.pointer_type(KIND)), 16)
 
@@ -42,8 +43,8 @@ def _pointer(entry_ptr, KIND: tl.constexpr):
 def _matrix(line_ptr, KIND: tl.constexpr):
     """A line of the table: parameter, copy, two moments, gradient, number of rows."""
     return (
-        _pointer(line_ptr, tl.float32), _pointer(line_ptr + 1, tl.bfloat16), _pointer(line_ptr + 2, tl.float32),
-        _pointer(line_ptr + 3, tl.float32), _pointer(line_ptr + 4, KIND), tl.load(line_ptr + 5),
+        pointer(line_ptr, tl.float32), pointer(line_ptr + 1, tl.bfloat16), pointer(line_ptr + 2, tl.float32),
+        pointer(line_ptr + 3, tl.float32), pointer(line_ptr + 4, KIND), tl.load(line_ptr + 5),
     )  # fmt: skip
 
 
@@ -66,27 +67,40 @@ def _scale(squares, UNIT: tl.constexpr, TINY: tl.constexpr):
 
 
 @triton.jit
+def _updated(
+    p_ptr, m_ptr, v_ptr, g_ptr, at, inside, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2,
+    ADAM: tl.constexpr,
+):  # fmt: skip
+    """The new values of a tile, not stored yet. With Adam, the moments are stored; without, g is the update."""
+    p, g = tl.load(p_ptr + at, inside, 0.0), tl.load(g_ptr + at, inside, 0.0)
+    if ADAM:
+        m, v = tl.load(m_ptr + at, inside, 0.0), tl.load(v_ptr + at, inside, 0.0)
+        p, m, v = _adam(p, m, v, g, tl.load(clip_ptr), lr_decay, beta1, beta2, eps, step_size, inverse_bias2)
+        tl.store(m_ptr + at, m, inside)
+        tl.store(v_ptr + at, v, inside)
+    else:
+        p = p * (1 - lr_decay) - step_size * g.to(tl.float32)
+    return p
+
+
+@triton.jit
 def _rows(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
-    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Adam on a tile of whole rows: reads and writes everything once."""
-    matrix, first = _place(programs_ptr, ROWS)
+    """Update a tile of whole rows: reads and writes everything once."""
+    matrix, first = place(programs_ptr, ROWS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
     rows = first + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
-    p, m, v, g = (
-        tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
-        tl.load(v_ptr + at, inside, 0.0), tl.load(g_ptr + at, inside, 0.0),
-    )  # fmt: skip
-    p, m, v = _adam(p, m, v, g, tl.load(clip_ptr), lr_decay, beta1, beta2, eps, step_size, inverse_bias2)
+    p = _updated(
+        p_ptr, m_ptr, v_ptr, g_ptr, at, inside, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, ADAM
+    )
     if CONSTRAINED:
         p = p * _scale(tl.sum(p * p, axis=1, keep_dims=True), UNIT, TINY)
     tl.store(p_ptr + at, p, inside)
-    tl.store(m_ptr + at, m, inside)
-    tl.store(v_ptr + at, v, inside)
     if COPY:
         tl.store(copy_ptr + at, p.to(tl.bfloat16), inside)
 
@@ -94,27 +108,23 @@ def _rows(
 @triton.jit
 def _columns(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
-    CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Adam on a strip of whole columns: one pass for Adam and the lengths, a second one, from the cache, to scale."""
-    matrix, first = _place(programs_ptr, COLS)
+    """Update a strip of whole columns: one pass for update and lengths, a second one, from the cache, to scale."""
+    matrix, first = place(programs_ptr, COLS)
     p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
     cols = first.to(tl.int32) + tl.arange(0, COLS)[None, :]
     squares = tl.zeros((1, COLS), tl.float32)
-    clip = tl.load(clip_ptr)
     for top in range(0, n_rows.to(tl.int32), ROWS):
         rows = top + tl.arange(0, ROWS)[:, None].to(tl.int64)
         at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
-        p, m, v, g = (
-            tl.load(p_ptr + at, inside, 0.0), tl.load(m_ptr + at, inside, 0.0),
-            tl.load(v_ptr + at, inside, 0.0), tl.load(g_ptr + at, inside, 0.0),
+        p = _updated(
+            p_ptr, m_ptr, v_ptr, g_ptr, at, inside, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2,
+            ADAM,
         )  # fmt: skip
-        p, m, v = _adam(p, m, v, g, clip, lr_decay, beta1, beta2, eps, step_size, inverse_bias2)
         squares += tl.sum(p * p, axis=0, keep_dims=True)
         tl.store(p_ptr + at, p, inside)
-        tl.store(m_ptr + at, m, inside)
-        tl.store(v_ptr + at, v, inside)
     scale = _scale(squares, UNIT, TINY)
     tl.debug_barrier()  # the next loop reads what other warps have written
     for top in range(0, n_rows.to(tl.int32), ROWS):
@@ -132,8 +142,8 @@ def _squares(
     KIND: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Sum of squares of one segment of a tensor; a line of the table is the address and the size of a tensor."""
-    tensor, first = _place(programs_ptr, BLOCK)
-    x_ptr, size = _pointer(table_ptr + 2 * tensor, KIND), tl.load(table_ptr + 2 * tensor + 1)
+    tensor, first = place(programs_ptr, BLOCK)
+    x_ptr, size = pointer(table_ptr + 2 * tensor, KIND), tl.load(table_ptr + 2 * tensor + 1)
     if EVEN:  # vectorised loads do not cross the end
         size = tl.multiple_of(size, 16)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -145,19 +155,19 @@ def _squares(
 
 
 @cache
-def _programs(lengths: tuple[int, ...], each: int, device: torch.device) -> Tensor:
+def make_programs(lengths: tuple[int, ...], each: int, device: torch.device) -> Tensor:
     """(programs, 2): the number of each program's matrix and its start there; a program processes `each` elements."""
     starts = [np.arange(0, length, each) for length in lengths]
     numbers = np.repeat(np.arange(len(lengths)), [len(s) for s in starts])
     return torch.from_numpy(np.stack((numbers, np.concatenate(starts)), axis=1)).to(device)
 
 
-def _table(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def make_table(lines: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A table on the device, copied asynchronously from pinned memory: a step must not wait for the device."""
     return torch.tensor(lines, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
 
 
-def _address(x: Tensor) -> int:
+def address(x: Tensor) -> int:
     if not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
         raise ValueError(f"tensors must be contiguous and aligned to {ALIGNMENT} bytes")
     return x.data_ptr()
@@ -168,8 +178,8 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     device, kind = tensors[0].device, KINDS[tensors[0].dtype]
     if any(x.dtype != tensors[0].dtype for x in tensors):
         raise ValueError("all tensors must have one dtype")
-    table = _table([(_address(x), x.numel()) for x in tensors], device)
-    programs = _programs(tuple(x.numel() for x in tensors), BLOCK * BLOCKS, device)
+    table = make_table([(address(x), x.numel()) for x in tensors], device)
+    programs = make_programs(tuple(x.numel() for x in tensors), BLOCK * BLOCKS, device)
     sums = torch.empty(len(programs), device=device)
     even = all(x.numel() % 16 == 0 for x in tensors)
     with torch.cuda.device(device):
@@ -182,34 +192,48 @@ def adam_(
     lr: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
     """`optim.adam.adam_` of matrices, in one launch per width, constraint, weight decay and dtype."""
+    scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
+    for (decay, *key), chosen in _alike(states, gradients):
+        _launch(chosen, clip, (lr * decay, *scalars), *key, adam=True)
+
+
+def descend_(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: float, scale: float) -> None:
+    """`optim.muon.descend_`, in one launch per width, constraint, weight decay and dtype."""
+    for (decay, *key), chosen in _alike(states, updates):
+        _launch(chosen, updates[0], (lr * decay, 0.0, 0.0, 0.0, lr * scale, 0.0), *key, adam=False)
+
+
+def _alike(
+    states: Sequence[ParameterState], gradients: Sequence[Tensor]
+) -> Iterator[tuple[tuple[Any, ...], list[tuple[ParameterState, Tensor]]]]:
+    """The matrices that one launch can update, and what they have in common."""
     groups: dict[tuple[Any, ...], list[tuple[ParameterState, Tensor]]] = {}
     for state, g in zip(states, gradients, strict=True):
-        key = (state.weight.shape[1], state.constraint, state.decay, state.copy is not None, g.dtype)
+        key = (state.decay, state.weight.shape[1], state.constraint, state.copy is not None, KINDS[g.dtype])
         groups.setdefault(key, []).append((state, g))
-    scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
-    for (width, constraint, decay, copied, dtype), chosen in groups.items():
-        _launch(chosen, clip, (lr * decay, *scalars), width, constraint, copied, KINDS[dtype])
+    yield from groups.items()
 
 
 def _launch(
     chosen: Sequence[tuple[ParameterState, Tensor]], clip: Tensor, scalars: tuple[float, ...], width: int,
-    constraint: Constraint | None, copied: bool, kind: Any,
+    constraint: Constraint | None, copied: bool, kind: Any, adam: bool,
 ) -> None:  # fmt: skip
     device, lines = clip.device, []
     for state, g in chosen:
         copy = state.weight if state.copy is None else state.copy
-        tensors = (state.weight, copy, state.exp_avg, state.exp_avg_sq, g)
+        second = state.exp_avg if state.exp_avg_sq is None else state.exp_avg_sq
+        tensors = (state.weight, copy, state.exp_avg, second, g)
         if state.copy is not None and state.copy.dtype != torch.bfloat16:
             raise ValueError(f"copies must be bf16, not {state.copy.dtype}")
-        lines.append([*map(_address, tensors), state.weight.shape[0]])
+        lines.append([*map(address, tensors), state.weight.shape[0]])
     down = constraint is not None and constraint.dim == 0
     cols = COLUMNS if down else triton.next_power_of_2(width)
     rows = DOWN if down else max(1, TILE // cols)
     lengths = [width] * len(lines) if down else [line[-1] for line in lines]
-    programs = _programs(tuple(lengths), cols if down else rows, device)
+    programs = make_programs(tuple(lengths), cols if down else rows, device)
     with torch.cuda.device(device):
         (_columns if down else _rows)[(len(programs),)](
-            _table(lines, device), programs, clip, *scalars, width,
-            CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
+            make_table(lines, device), programs, clip, *scalars, width,
+            ADAM=adam, CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
             COPY=copied, TINY=TINY, KIND=kind, ROWS=rows, COLS=cols, num_warps=8,
         )  # fmt: skip

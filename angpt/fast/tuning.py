@@ -30,6 +30,13 @@ ADAM_COLUMNS, ADAM_COLUMN_ROWS = 16, 256
 SQUARES_BLOCK, SQUARES_TILES = 4096, 8
 """Sum of squares: elements per tile, and tiles per program."""
 
+MOMENTUM_BLOCK = 4096
+"""Momentum of Muon: elements per program."""
+SYMMETRIC_TILE, SYMMETRIC_DEPTH, SYMMETRIC_WARPS, SYMMETRIC_STAGES = 128, 64, 8, 4
+"""Symmetric products: rows and columns of a tile, depth per iteration, warps, software pipeline depth."""
+SYMMETRIC_SMALL, SYMMETRIC_SMALL_TILE = 512, 64
+"""Symmetric products of up to this size: smaller tiles, so that they occupy more multiprocessors."""
+
 DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 """Decode: rows of a matrix per program, few enough to occupy every multiprocessor."""
 DECODE_TILE, DECODE_SPLITS = 64, 16

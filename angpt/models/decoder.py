@@ -24,6 +24,9 @@ from angpt.models.primitives import (
     wide,
 )
 
+STACKED = {"W_qkv": 3, "W_uz": 2}
+"""Number of linear maps in the matrices that stack several."""
+
 
 class Block(nn.Module, ABC):
     """One layer: attention, residual update, MLP, residual update. `layer` counts from 1."""
@@ -148,6 +151,10 @@ class Decoder(nn.Module, ABC):
     def matrices(self) -> dict[str, nn.Parameter]:
         """The weight matrices by name."""
         return {name: p for name, p in self.named_parameters() if is_matrix(p)}
+
+    def hidden_matrices(self) -> dict[str, int]:
+        """The names of the matrices of blocks, each with the number of linear maps that are stacked in it."""
+        return {name: STACKED.get(name.split(".")[-2], 1) for name in self.matrices() if name.startswith("blocks.")}
 
     def parameter_count(self) -> int:
         return sum(p.numel() for p in self.parameters())

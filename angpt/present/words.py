@@ -9,10 +9,12 @@ NONE = "–"
 LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
 
-def label(architecture: str) -> str:
-    """Name of an architecture in text: `angpt/no-lerp` is anGPT no-lerp."""
+def label(recipe: str) -> str:
+    """Name of a recipe in text: `angpt/no-lerp` is anGPT no-lerp, `angpt:muon` is anGPT with Muon."""
+    architecture, _, optimizer = recipe.partition(":")
     family, _, variant = architecture.partition("/")
-    return f"{LABELS.get(family, family)} {variant}".strip()
+    name = f"{LABELS.get(family, family)} {variant}".strip()
+    return f"{name} with {optimizer.capitalize()}" if optimizer else name
 
 
 def quantity(number: float) -> str:

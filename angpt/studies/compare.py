@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from angpt.config import ModelConfig, TrainConfig, from_dict, parse_budget, read_toml, toml_values
+from angpt.config import ModelConfig, OptimizerConfig, TrainConfig, from_dict, parse_budget, read_toml, toml_values
 from angpt.errors import UserError
 from angpt.studies.config import Grid, StudyConfig
 
@@ -17,7 +17,7 @@ class Comparison:
     """The options of `angpt compare`: what is compared, on what."""
 
     architectures: tuple[str, ...] = ("gpt+", "ngpt", "angpt")
-    """Architectures and variants; the first is the baseline."""
+    """Architectures and variants, the first is the baseline; with `:muon`, such as angpt:muon, trained by Muon."""
     seeds: tuple[int, ...] = (0, 1)
     """Each seed starts the model and orders the data in its own way, the same for every architecture."""
     budgets: tuple[str, ...] = ()
@@ -44,11 +44,14 @@ class Comparison:
             raise UserError("a comparison has several seeds: give --seeds rather than --seed")
         if train.model.architecture != ModelConfig.architecture:
             raise UserError("a comparison has several architectures: give --architectures rather than --arch")
-        model = dataclasses.replace(train.model, architecture=self.architectures[0])
+        if train.optimizer.name != OptimizerConfig.name:
+            raise UserError("give --architectures such as angpt:muon rather than --optimizer.name")
+        model = train.with_recipe(self.architectures[0]).model
         parameters, _ = count(model)
-        batch = train.batch_tokens or rule_for(model.architecture).batch_at(parameters, model.context)
         whole = parse_budget(train.tokens, parameters)
         budgets = [parse_budget(text, parameters) for text in self.budgets]
+        rule = rule_for(self.architectures[0])
+        batch = train.batch_tokens or rule.batch_at(parameters, max(budgets, default=whole), model.context)
         grid = Grid(
             architectures=self.architectures,
             budgets=tuple(map(short, sorted(set(budgets or [round(whole * part) for part in (0.5, 1, 2)])))),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from angpt.config import SIZES, ModelConfig, TrainConfig, parse_budget
+from angpt.config import SIZES, ModelConfig, OptimizerConfig, TrainConfig, parse_budget
 from angpt.errors import UserError, nearest
 from angpt.slurm import SlurmConfig
 
@@ -25,7 +25,7 @@ class Grid:
     size (docs/hyperparameters.md), that of a budget of the baseline's parameters."""
 
     architectures: tuple[str, ...] = ("gpt+", "ngpt", "angpt")
-    """Architectures and variants."""
+    """Architectures and variants; with `:muon`, such as angpt:muon, trained by Muon, else by Adam."""
     sizes: tuple[str, ...] = ()
     """Sizes of the paper, 32M to 1B, or names of [shapes]; the dimensions of [train.model] unless given."""
     budgets: tuple[str, ...] = ()
@@ -108,6 +108,7 @@ class StudyConfig:
             (self.train.batch_tokens is not None, "batch_tokens", "batches"),
             (self.train.seed != TrainConfig.seed, "seed", "seeds"),
             (self.train.model.architecture != ModelConfig.architecture, "model.architecture", "architectures"),
+            (self.train.optimizer.name != OptimizerConfig.name, "optimizer.name", "architectures such as angpt:muon"),
         ):
             if given:
                 raise UserError(f"train.{key}: runs of a study differ in it; say {instead} in [[grid]]")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from angpt.config import SIZES, TrainConfig, parse_budget
+from angpt.config import SIZES, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError
 from angpt.studies.config import Grid, Shape, StudyConfig, multiple
 from angpt.studies.search import SLACK, rounded
@@ -22,7 +22,7 @@ TUNING_REACH = 16.0
 class Group:
     """The runs among which a batch size and a learning rate are chosen; they differ in these and in the seed alone."""
 
-    architecture: str
+    architecture: Recipe
     size: str
     """Empty where the study has no sizes."""
     budget: str
@@ -67,10 +67,10 @@ def groups(grid: Grid, train: TrainConfig) -> Iterator[Group]:
 def start_lines(grid: Grid, group: Group, config: StudyConfig, trials: bool = False) -> dict[int, list[float]]:
     """The learning rates at each batch size that the grid names, or those of the first trials around them."""
     model = sized(config, group).model
-    parameters, _ = count(model)
+    (parameters, _), budget = count(model), budget_tokens(config, group)
     rule = rule_for(group.architecture)
-    batch = rule.batch_at(parameters, model.context)
-    lr = config.lrs.get(group.architecture) or rule.lr_at(parameters)
+    batch = rule.batch_at(parameters, budget, model.context)
+    lr = config.lrs.get(group.architecture) or rule.lr_at(parameters, budget)
     rates = [_times(multiple(v, "lrs"), lr) if isinstance(v, str) else v for v in grid.lrs]
     batches = [
         _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
@@ -99,12 +99,12 @@ def tuning_group(config: StudyConfig, grid: Grid, group: Group) -> Group:
 
 
 def sized(config: StudyConfig, group: Group) -> TrainConfig:
-    """The settings of the runs with the architecture and the size of a group."""
+    """The settings of the runs with the recipe and the size of a group."""
     shape = dataclasses.asdict(config.shapes[group.size]) if group.size in config.shapes else {}
     if group.size in SIZES:
         shape = dict(zip((f.name for f in dataclasses.fields(Shape)), SIZES[group.size], strict=True))
-    model = dataclasses.replace(config.train.model, architecture=group.architecture, **shape)
-    return dataclasses.replace(config.train, model=model)
+    train = dataclasses.replace(config.train, model=dataclasses.replace(config.train.model, **shape))
+    return train.with_recipe(group.architecture)
 
 
 def run_config(config: StudyConfig, point: Point) -> TrainConfig:
@@ -136,8 +136,8 @@ def baseline(config: StudyConfig) -> str:
     return config.baseline or config.grid[0].architectures[0]
 
 
-def folder_name(architecture: str) -> str:
-    return architecture.replace("/", "-")
+def folder_name(recipe: Recipe) -> str:
+    return recipe.replace("/", "-").replace(":", "-")
 
 
 def budget_name(text: str) -> str:

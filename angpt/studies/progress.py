@@ -92,7 +92,7 @@ def status_table(runs: Sequence[Progress]) -> Table:
         return Table(("run", "state", "done", "val loss", "left"), rows, left=(0, 1))
     groups: dict[tuple[str, int], list[Progress]] = {}
     for run in runs:
-        groups.setdefault((run.job.config.model.architecture, run.job.plan.parameters), []).append(run)
+        groups.setdefault((run.job.config.recipe, run.job.plan.parameters), []).append(run)
     for (architecture, parameters), members in groups.items():
         done = 1 - sum(run.left for run in members) / sum(run.job.flops for run in members)
         left = seconds_left(members)
@@ -124,8 +124,8 @@ def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
     """The runs of a study and their cost: a row for each architecture, size and budget."""
     groups: dict[tuple[str, int, int], list[Progress]] = {}
     for run in runs:
-        model, tokens = run.job.config.model, int(run.job.config.tokens)
-        groups.setdefault((model.architecture, run.job.plan.parameters, tokens), []).append(run)
+        key = run.job.config.recipe, run.job.plan.parameters, int(run.job.config.tokens)
+        groups.setdefault(key, []).append(run)
     rows = []
     for (architecture, parameters, tokens), members in groups.items():
         left, to_do = sum(run.left for run in members), sum(run.left > 0 for run in members)

@@ -62,7 +62,7 @@ def run_result(job: Job, size: str = "") -> RunResult:
     step = 0 if status == "waiting" else newest_values(job.folder).get("step", 0) if summary is None else summary.step
     return RunResult(
         name=job.folder.resolve().name,
-        architecture=job.config.model.architecture,
+        architecture=job.config.recipe,
         size=size,
         parameters=plan.parameters,
         tokens=int(plan.config.tokens),

@@ -21,7 +21,7 @@ from angpt.fast.graphs import Recorded, launch_bound
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
 from angpt.operations import kernels_enabled
-from angpt.optim.adam import Adam
+from angpt.optim.optimizer import Optimizer
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 # The first that applies is used; cuDNN's kernels are the fastest on recent GPUs.
@@ -51,7 +51,8 @@ class Engine:
         self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         """Parameters by name; sharded ones also while FSDP replaces those of the model by gathered ones."""
-        self.optimizer = Adam(self.parameters, model.constraints(), config, self.copies, strategy)
+        rules = model.constraints(), config, self.copies, strategy, model.hidden_matrices(), dtype
+        self.optimizer = Optimizer(self.parameters, *rules)
         self.passes = 1
         self.recorded: Recorded | None = None
         self.device = next(model.parameters()).device
@@ -134,12 +135,15 @@ class Engine:
     def tensors(self) -> dict[str, Shard]:
         """This rank's shards of all parameters, and of their moments as `exp_avg/NAME` and `exp_avg_sq/NAME`."""
         shards = {name: self.strategy.shard(p) for name, p in self.parameters.items()}
-        states = list(zip(shards.items(), self.optimizer.states, strict=True))
-        first = {f"exp_avg/{name}": shard.with_rows(state.exp_avg) for (name, shard), state in states}
-        return shards | first | {f"exp_avg_sq/{name}": shard.with_rows(s.exp_avg_sq) for (name, shard), s in states}
+        moments = {}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            for (name, shard), state in zip(shards.items(), self.optimizer.states, strict=True):
+                if (rows := getattr(state, moment)) is not None:
+                    moments[f"{moment}/{name}"] = shard.with_rows(rows)
+        return shards | moments
 
     def first_moments(self) -> dict[str, Shard]:
-        """Adam's first moment of each matrix, by the name of the matrix."""
+        """The first moment of each matrix, by the name of the matrix."""
         tensors = self.tensors()
         return {name: tensors[f"exp_avg/{name}"] for name in self.model.matrices()}
 

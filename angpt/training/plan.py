@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from angpt.config import ModelConfig, TrainConfig, from_dict, parse_budget
+from angpt.config import ModelConfig, Recipe, TrainConfig, from_dict, parse_budget
 from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.training.hardware import choose_device
 
 T = TypeVar("T")
-ANCHOR = 32e6
-"""Number of parameters at which the rules state their learning rate and batch size."""
+ANCHOR, ANCHOR_TOKENS = 32e6, 100e6
+"""Number of parameters and of training tokens at which the rules state their learning rate and batch size."""
 
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 """Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
@@ -25,7 +25,7 @@ MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 
 @dataclass(frozen=True)
 class Rule:
-    """The training defaults of an architecture."""
+    """The training defaults of a recipe."""
 
     lr: float
     lr_exponents: tuple[float, ...]
@@ -34,28 +34,45 @@ class Rule:
     batch_exponent: float
     weight_decay: float
     warmup: float
+    lr_tokens_exponent: float = 0.0
+    """Exponent of the learning rate over the number of training tokens."""
+    batch_tokens_exponent: float = 0.0
+    adam_lr: float | None = None
+    """Beside Muon: the learning rate of Adam, with the same exponents."""
 
-    def lr_at(self, parameters: int) -> float:
-        """Peak learning rate, rounded to two digits, the precision of the rule."""
+    def lr_at(self, parameters: int, budget: int) -> float:
+        """Peak learning rate for a number of training tokens, rounded to two digits, the precision of the rule."""
+        return rounded(self.lr * self._lr_factor(parameters, budget))
+
+    def adam_lr_at(self, parameters: int, budget: int) -> float | None:
+        """Peak learning rate of Adam beside Muon."""
+        return None if self.adam_lr is None else rounded(self.adam_lr * self._lr_factor(parameters, budget))
+
+    def _lr_factor(self, parameters: int, budget: int) -> float:
         exponent = self.lr_exponents[parameters > ANCHOR]
-        return float(f"{self.lr * (parameters / ANCHOR) ** exponent:.2g}")
+        return (parameters / ANCHOR) ** exponent * (budget / ANCHOR_TOKENS) ** self.lr_tokens_exponent
 
-    def batch_at(self, parameters: int, context: int) -> int:
-        """Tokens per step, rounded to a power of two sequences."""
-        tokens = self.batch_tokens * (parameters / ANCHOR) ** self.batch_exponent
-        return context * 2 ** max(0, round(math.log2(tokens / context)))
+    def batch_at(self, parameters: int, budget: int, context: int) -> int:
+        """Tokens per step for a number of training tokens, rounded to a power of two sequences."""
+        factor = (parameters / ANCHOR) ** self.batch_exponent * (budget / ANCHOR_TOKENS) ** self.batch_tokens_exponent
+        return context * 2 ** max(0, round(math.log2(self.batch_tokens * factor / context)))
+
+
+def rounded(lr: float) -> float:
+    return float(f"{lr:.2g}")
 
 
 @cache
 def rules() -> dict[str, Rule]:
-    """The rules of `rules.toml` by architecture."""
+    """The rules of `rules.toml` by recipe."""
     tables = tomllib.loads((Path(__file__).parent / "rules.toml").read_text(encoding="utf-8"))
     return {name: from_dict(Rule, values, name) for name, values in tables.items()}
 
 
-def rule_for(name: str) -> Rule:
-    """The rule of an architecture; that of its base for a variant."""
-    return rules()[name.partition("/")[0]]
+def rule_for(recipe: Recipe) -> Rule:
+    """The rule of a recipe; for a variant that of its base."""
+    architecture, colon, optimizer = recipe.partition(":")
+    return rules()[architecture.partition("/")[0] + colon + optimizer]
 
 
 @dataclass(frozen=True)
@@ -153,8 +170,8 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Resolve the settings that are open, for a run on a number of processes."""
     device, (parameters, _), context = choose_device(cfg.device), count(cfg.model), cfg.model.context
-    rule = rule_for(cfg.model.architecture)
-    batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, context)
+    rule, budget = rule_for(cfg.recipe), parse_budget(cfg.tokens, parameters)
+    batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, budget, context)
     if batch_tokens % context:
         raise UserError(f"batch_tokens = {batch_tokens:,} is no multiple of model.context = {context:,}")
     sequences = batch_tokens // context
@@ -169,11 +186,10 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         micro_batch = max(d for d in range(1, min(share, micro_batch) + 1) if share % d == 0)
     if share % micro_batch:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
-    budget = parse_budget(cfg.tokens, parameters)
     steps = max(1, round(budget / batch_tokens))
     on_gpu, tenth = device.type == "cuda", math.ceil(steps / 10)
-    rates = {"lr": rule.lr_at(parameters), "weight_decay": rule.weight_decay, "warmup": rule.warmup}
-    optimizer = _filled(cfg.optimizer, **rates)
+    rates = {"lr": rule.lr_at(parameters, budget), "adam_lr": rule.adam_lr_at(parameters, budget)}
+    optimizer = _filled(cfg.optimizer, **rates, weight_decay=rule.weight_decay, warmup=rule.warmup)
     resolved = _filled(
         dataclasses.replace(cfg, optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch),
         batch_tokens=batch_tokens,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,7 +24,7 @@ from angpt.constraints import is_matrix
 from angpt.errors import UserError
 from angpt.fast.precision import low_precision
 from angpt.models.decoder import Decoder
-from angpt.optim.adam import Shards
+from angpt.optim.states import Shards
 from angpt.training.ranks import MARGIN_SECONDS, join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
 from angpt.training.watchdog import Watchdog
@@ -212,6 +212,18 @@ class DDP(Distributed):
         self.reducer = GradientReducer(compute.parameters(), masters, self.size, wide_reduce)
         return compute
 
+    @property
+    def workers(self) -> int:  # type: ignore[override]
+        return self.size
+
+    def take_share(self, batch: Tensor, rows: int) -> Tensor:
+        return batch.chunk(self.size)[self.rank]
+
+    def return_shares(self, share: Tensor) -> Tensor:
+        batch = share.new_empty((self.size * len(share), *share.shape[1:]))
+        dist.all_gather_into_tensor(batch, share)
+        return batch
+
 
 class FSDP(Distributed):
     """The rows of matrices, with their gradients and moments, are sharded over groups of ranks."""
@@ -255,8 +267,7 @@ class FSDP(Distributed):
     def shard(self, parameter: Tensor) -> Shard:
         if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered now
             return super().shard(parameter)
-        per_rank = -(-len(parameter) // self.writers)
-        first_row = min(len(parameter), per_rank * (self.rank % self.writers))
+        first_row = min(len(parameter), self.rows_each(len(parameter)) * (self.rank % self.writers))
         shape, primary = tuple(parameter.shape), self.rank < self.writers
         return Shard(self.local(parameter.detach()), shape, first_row, primary, split=self.writers > 1)
 
@@ -274,6 +285,28 @@ class FSDP(Distributed):
 
     def sum_shards(self, value: Tensor) -> Tensor:
         return all_reduced(value, self.mesh.get_group("shard"))
+
+    @property
+    def workers(self) -> int:  # type: ignore[override]
+        return self.writers
+
+    def rows_each(self, rows: int) -> int:
+        return -(-rows // self.writers)
+
+    def take_share(self, batch: Tensor, rows: int) -> Tensor:
+        shards = self._exchanged(batch).unflatten(0, (self.writers, -1))  # from each rank, its rows of our matrices
+        return shards.transpose(0, 1).flatten(1, 2)[:, :rows]
+
+    def return_shares(self, share: Tensor) -> Tensor:
+        each = self.rows_each(share.shape[1])
+        padded = nn.functional.pad(share, (0, 0, 0, self.writers * each - share.shape[1]))
+        return self._exchanged(padded.unflatten(1, (self.writers, each)).transpose(0, 1).flatten(0, 1))
+
+    def _exchanged(self, batch: Tensor) -> Tensor:
+        """What the ranks of a copy send to this one if each sends an equal part of its batch to every rank."""
+        received = torch.empty_like(batch)
+        dist.all_to_all_single(received, batch.contiguous(), group=self.mesh.get_group("shard"))
+        return received
 
 
 def all_reduced(value: Tensor, group: Any = None) -> Tensor:

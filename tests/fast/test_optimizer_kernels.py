@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from angpt.constraints import Constraint
-from angpt.optim.adam import ParameterState, adam_
+from angpt.optim.adam import adam_
+from angpt.optim.states import ParameterState
 from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
 
 

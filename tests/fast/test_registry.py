@@ -10,7 +10,7 @@ import angpt.fast
 from angpt.constraints import Constraint
 from angpt.models.primitives import make_context
 from angpt.operations import OPERATIONS, kernels, use_kernels
-from angpt.optim.adam import ParameterState
+from angpt.optim.states import ParameterState
 from tests.models.conftest import some_tokens, tiny
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
@@ -46,13 +46,22 @@ def states():
     return found
 
 
-def adam(form):
-    """The tensors that a step of Adam changes."""
-    made = states()
-    chosen, gradients = [state for state, _ in made], [gradient for _, gradient in made]
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-9, "step": 3}
-    form(chosen, gradients, torch.tensor(0.5, device=DEVICE), **options)
-    return tuple(t for s in chosen for t in (s.weight, s.exp_avg, s.exp_avg_sq, s.copy))
+def changed(name, form):
+    """The tensors that a step of an optimizer changes."""
+    chosen, gradients = (list(column) for column in zip(*states(), strict=True))
+    clip, updates = torch.tensor(0.5, device=DEVICE), [torch.zeros_like(g, dtype=torch.bfloat16) for g in gradients]
+    if name == "adam_":
+        form(chosen, gradients, clip, lr=0.1, betas=(0.9, 0.95), eps=1e-9, step=3)
+    elif name == "momentum_":
+        form(chosen, gradients, updates, clip, 0.95)
+    else:
+        form(chosen, gradients, 0.1, 2.0)
+    return *updates, *(t for s in chosen for t in (s.weight, s.exp_avg, s.exp_avg_sq, s.copy))
+
+
+def symmetric(count, size):
+    x = torch.randn(count, size, size, device=DEVICE)
+    return (x + x.mT).to(DTYPE)
 
 
 EXAMPLES = {
@@ -64,15 +73,17 @@ EXAMPLES = {
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
     "decode_step": decoding,
+    "symmetric_product": lambda: (torch.randn(3, 40, 72, device=DEVICE).to(DTYPE), symmetric(3, 40), 0.7, 0.3),
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""
-WITHOUT_GRADIENT = ("adam_", "square_sum", "decode_step")
+OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")
+WITHOUT_GRADIENT = (*OF_OPTIMIZERS, "square_sum", "decode_step", "symmetric_product")
 
 
 def outcome(name, form):
     """The values of a form of an operation, and the gradients of its inputs."""
-    if name == "adam_":
-        return adam(form)
+    if name in OF_OPTIMIZERS:
+        return changed(name, form)
     torch.manual_seed(0)
     arguments = EXAMPLES[name]()
     inputs = [
@@ -91,7 +102,9 @@ def outcome(name, form):
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS))
 def test_the_fast_form_is_the_plain_form(name):
-    assert name in {*EXAMPLES, "adam_"}, f"{name} has no example: a fast form without a comparison is not allowed"
+    assert name in {*EXAMPLES, *OF_OPTIMIZERS}, (
+        f"{name} has no example: a fast form without a comparison is not allowed"
+    )
     operation = OPERATIONS[name]
     assert operation.fast is not None, f"{name} has no fast form"
     with torch.set_grad_enabled(name not in WITHOUT_GRADIENT):

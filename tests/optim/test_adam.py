@@ -12,7 +12,8 @@ from angpt.constraints import constrain, largest_violation
 from angpt.data.loader import Batch
 from angpt.models.variants import build
 from angpt.operations import kernels
-from angpt.optim.adam import Adam, adam_, total_norm
+from angpt.optim.adam import adam_
+from angpt.optim.optimizer import Optimizer, total_norm
 from angpt.training.engine import Engine
 
 ARCHITECTURES = ("gpt+", "ngpt", "angpt", "ngpt/bounded", "gpt+/dyt")
@@ -32,7 +33,7 @@ def batches(count, rows=4):
 
 
 def adam(model, config):
-    return Adam(dict(model.named_parameters()), model.constraints(), config)
+    return Optimizer(dict(model.named_parameters()), model.constraints(), config)
 
 
 def test_weight_decay_falls_on_matrices_only():
@@ -122,6 +123,6 @@ def test_a_mixed_list_is_split_by_what_the_fast_form_takes(monkeypatch):
 
 def test_the_optimizer_knows_neither_models_nor_training():
     """Importing it loads nothing of them."""
-    code = "import sys, angpt.optim.adam; print([m for m in sys.modules if m.startswith('angpt.')])"
+    code = "import sys, angpt.optim.optimizer; print([m for m in sys.modules if m.startswith('angpt.')])"
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert not re.search(r"angpt\.(models|training|fast|data)", said), said

@@ -1,0 +1,103 @@
+"""Muon on a GPU: the momentum of many matrices in one launch, and products x xᵀ of which only one triangle is computed.
+
+`optim.muon` has the plain forms.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from angpt.fast import tuning
+from angpt.fast.optimizer_kernels import KINDS, address, make_programs, make_table, place, pointer
+from angpt.optim.states import ParameterState
+
+BLOCK = tuning.MOMENTUM_BLOCK
+
+
+@triton.jit
+def _momentum(
+    table_ptr, programs_ptr, clip_ptr, beta,
+    KIND: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A segment of a matrix. A line of the table: first moment, gradient, update, number of elements."""
+    matrix, first = place(programs_ptr, BLOCK)
+    line_ptr = table_ptr + 4 * matrix
+    m_ptr, g_ptr, u_ptr = pointer(line_ptr, tl.float32), pointer(line_ptr + 1, KIND), pointer(line_ptr + 2, OUT)
+    at = first + tl.arange(0, BLOCK)
+    inside = at < tl.load(line_ptr + 3)
+    g = tl.load(g_ptr + at, inside, 0.0).to(tl.float32) * tl.load(clip_ptr)
+    m = beta * tl.load(m_ptr + at, inside, 0.0) + (1 - beta) * g
+    tl.store(m_ptr + at, m, inside)
+    tl.store(u_ptr + at, (beta * m + (1 - beta) * g).to(OUT), inside)
+
+
+def momentum_(
+    states: Sequence[ParameterState], gradients: Sequence[Tensor], updates: Sequence[Tensor], clip: Tensor,
+    momentum: float,
+) -> None:  # fmt: skip
+    """`optim.muon.momentum_`, in one launch per dtype."""
+    groups: dict[tuple[Any, Any], list[tuple[int, int, int, int]]] = {}
+    for state, g, u in zip(states, gradients, updates, strict=True):
+        line = address(state.exp_avg), address(g), address(u), g.numel()
+        groups.setdefault((KINDS[g.dtype], KINDS[u.dtype]), []).append(line)
+    for (kind, out), lines in groups.items():
+        programs = make_programs(tuple(line[-1] for line in lines), BLOCK, clip.device)
+        with torch.cuda.device(clip.device):
+            _momentum[(len(programs),)](
+                make_table(lines, clip.device), programs, clip, momentum, KIND=kind, OUT=out, BLOCK=BLOCK, num_warps=8
+            )
+
+
+@triton.jit
+def _symmetric(
+    x_ptr, added_ptr, out_ptr, size, depth, x_batch, x_row, x_column, beta, alpha,
+    ADDED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of the lower triangle of beta · added + alpha · x xᵀ, and its mirror image."""
+    number, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)  # tile row: the number of tiles above it is i(i+1)/2
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
+    i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
+    j = number - i * (i + 1) // 2
+    rows, columns = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    ks = tl.arange(0, DEPTH)
+    x_ptr += matrix * x_batch
+    left = x_ptr + rows[:, None] * x_row + ks[None, :] * x_column
+    right = x_ptr + ks[:, None] * x_column + columns[None, :] * x_row
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(0, depth, DEPTH):
+        inside = k + ks < depth
+        a = tl.load(left, (rows < size)[:, None] & inside[None, :], 0.0)
+        b = tl.load(right, inside[:, None] & (columns < size)[None, :], 0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        left += DEPTH * x_column
+        right += DEPTH * x_column
+    total *= alpha
+    at = matrix * size * size + rows[:, None] * size + columns[None, :]
+    inside = (rows < size)[:, None] & (columns < size)[None, :]
+    if ADDED:
+        total += beta * tl.load(added_ptr + at, inside, 0.0).to(tl.float32)
+    value = total.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, value, inside)
+    if i != j:
+        mirrored = matrix * size * size + columns[:, None] * size + rows[None, :]
+        tl.store(out_ptr + mirrored, tl.trans(value), (columns < size)[:, None] & (rows < size)[None, :])
+
+
+def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """`optim.muon.symmetric_product`: half the work of a general product."""
+    count, size, depth = x.shape
+    out = torch.empty(count, size, size, dtype=x.dtype, device=x.device)
+    tile = tuning.SYMMETRIC_TILE if size > tuning.SYMMETRIC_SMALL else tuning.SYMMETRIC_SMALL_TILE
+    tiles = triton.cdiv(size, tile)
+    with torch.cuda.device(x.device):
+        _symmetric[(tiles * (tiles + 1) // 2, count)](
+            x, out if added is None else added, out, size, depth, *x.stride(), beta, alpha, ADDED=added is not None,
+            TILE=tile, DEPTH=tuning.SYMMETRIC_DEPTH, num_warps=tuning.SYMMETRIC_WARPS,
+            num_stages=tuning.SYMMETRIC_STAGES,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,107 @@
+"""Muon: momentum, orthogonalized by Newton–Schulz iterations, for the matrices of hidden layers.
+
+The update of a matrix W with momentum M is the orthogonal factor of M, as torch.optim.Muon computes it (Jordan et al.
+2024), times √max(1, rows / columns): each row of the update then has about length 1, so that for a matrix with rows of
+length 1 the learning rate is the angle by which a row turns per step.
+
+It differs from torch.optim.Muon in what surrounds the formula: matrices of one shape are orthogonalized in one batch,
+maps that are stacked in one matrix (q, k, v) one by one, the symmetric products of an iteration are computed once, and
+the constraint and the low-precision copy are part of the pass that writes the weight. Processes share the matrices.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from angpt.constraints import TINY
+from angpt.operations import operation
+from angpt.optim.adam import finish_
+from angpt.optim.states import UNSHARDED, ParameterState, Shards, by_form
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of the iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X, steep at 0: singular values end between 0.68 and 1.13."""
+ITERATIONS = 5
+
+
+def muon_(
+    states: Sequence[ParameterState],
+    gradients: Sequence[Tensor],
+    clip: Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    dtype: torch.dtype,
+    shards: Shards = UNSHARDED,
+) -> None:
+    """Take a step of Muon on many matrices, in place. Gradients are multiplied by `clip`.
+
+    `dtype` is the precision of the Newton–Schulz iterations. Weight decay is decoupled.
+    """
+    shapes: dict[tuple[torch.Size, int], list[tuple[ParameterState, Tensor]]] = {}
+    for state, gradient in zip(states, gradients, strict=True):
+        shapes.setdefault((state.parameter.shape, state.maps), []).append((state, gradient))
+    for ((rows, columns), maps), chosen in shapes.items():
+        ours = [state for state, _ in chosen]
+        padded = math.ceil(len(ours) / shards.workers) * shards.workers
+        batch = ours[0].weight.new_zeros((padded, shards.rows_each(rows), columns), dtype=dtype)
+        updates = [batch[i, : len(state.weight)] for i, state in enumerate(ours)]
+        for form in by_form(momentum_, ours, [g for _, g in chosen], updates):
+            momentum_(*form, clip, momentum)
+        share = shards.take_share(batch, rows)
+        share = orthogonalize(share.reshape(-1, rows // maps, columns)).view_as(share)
+        batch = shards.return_shares(share)
+        updates = [batch[i, : len(state.weight)] for i, state in enumerate(ours)]
+        for form in by_form(descend_, ours, updates):
+            descend_(*form, lr, row_scale(rows // maps, columns))
+
+
+def row_scale(rows: int, columns: int) -> float:
+    """Factor that gives the rows of an orthogonal matrix of this shape about length 1."""
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0."""
+    a, b, c = COEFFICIENTS
+    wide = x.shape[-2] <= x.shape[-1]
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=TINY)
+    x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
+    for _ in range(ITERATIONS):
+        gram = symmetric_product(x if wide else x.mT)
+        polynomial = symmetric_product(gram, gram, b, c)
+        x = torch.baddbmm(x, polynomial, x, beta=a) if wide else torch.baddbmm(x, x, polynomial, beta=a)
+    return x
+
+
+@operation
+def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
+    """beta · added + alpha · x xᵀ for each matrix x of a batch; `added` is symmetric."""
+    if added is None:
+        return alpha * x @ x.mT if alpha != 1 else x @ x.mT
+    return torch.baddbmm(added, x, x.mT, beta=beta, alpha=alpha)
+
+
+@operation
+def momentum_(
+    states: Sequence[ParameterState],
+    gradients: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    clip: Tensor,
+    momentum: float,
+) -> None:
+    """Add gradients, times `clip`, to the momentum, and write Nesterov's look-ahead to `updates`."""
+    for state, gradient, update in zip(states, gradients, updates, strict=True):
+        scaled = gradient.to(state.exp_avg.dtype) * clip
+        state.exp_avg.lerp_(scaled, 1 - momentum)
+        update.copy_(scaled.lerp_(state.exp_avg, momentum))
+
+
+@operation
+def descend_(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: float, scale: float) -> None:
+    """Subtract lr · scale · update and the decoupled weight decay from weights; apply constraints, write copies."""
+    for state, update in zip(states, updates, strict=True):
+        state.weight.mul_(1 - lr * state.decay).sub_(update, alpha=lr * scale)
+    finish_(states)

@@ -1,0 +1,232 @@
+"""Muon against the singular value decomposition, against torch.optim.Muon, and on networks of other people."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import angpt
+from angpt.config import OptimizerConfig
+from angpt.constraints import largest_violation
+from angpt.errors import UserError
+from angpt.optim import muon
+from angpt.optim.muon import COEFFICIENTS, ITERATIONS, orthogonalize, row_scale, symmetric_product
+from angpt.optim.optimizer import Optimizer
+from angpt.optim.standalone import hidden_matrices
+from angpt.training.engine import Engine
+from tests.optim.test_adam import batches, tiny
+
+MUON = OptimizerConfig(name="muon", weight_decay=0.0)
+
+
+def polynomial(s):
+    """What the iterations make of a singular value."""
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 5, 12), (2, 12, 5), (1, 1, 7), (1, 7, 1)])
+def test_newton_schulz_acts_on_singular_values_alone(shape):
+    """U p(S) Vᵀ with the polynomial p applied to the singular values, in float64."""
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    s = polynomial(s / s.square().sum(dim=-1, keepdim=True).sqrt())
+    torch.testing.assert_close(orthogonalize(x), u @ torch.diag_embed(s) @ v, rtol=1e-6, atol=1e-7)
+
+
+def test_singular_values_end_near_1():
+    """Those above 1/200 of the Frobenius norm; the range is that of the polynomial."""
+    x = torch.randn(4, 64, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    s = torch.linalg.svdvals(orthogonalize(x))
+    assert s.min() > 0.68
+    assert s.max() < 1.14
+    grid = polynomial(torch.logspace(math.log10(1 / 200), 0, 10_000, dtype=torch.float64))
+    assert grid.min() > 0.68
+    assert grid.max() < 1.14
+
+
+def test_a_zero_matrix_stays_zero():
+    assert torch.equal(orthogonalize(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5))
+
+
+def test_bf16_keeps_singular_values_near_1():
+    x = torch.randn(2, 96, 384, generator=torch.Generator().manual_seed(0))
+    s = torch.linalg.svdvals(orthogonalize(x.bfloat16()).double())
+    assert s.min() > 0.6
+    assert s.max() < 1.2
+
+
+def test_a_symmetric_product_is_the_product():
+    x, added = torch.randn(3, 6, 9), torch.randn(3, 6, 6)
+    torch.testing.assert_close(symmetric_product(x), torch.stack([m @ m.T for m in x]))
+    expected = torch.stack([0.5 * a + 2 * m @ m.T for a, m in zip(added, x, strict=True)])
+    torch.testing.assert_close(symmetric_product(x, added, 0.5, 2.0), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(48, 192), (192, 48), (64, 64)])
+def test_rows_of_an_update_have_about_length_1(rows, columns):
+    x = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(1))
+    lengths = (orthogonalize(x) * row_scale(rows, columns))[0].norm(dim=1)
+    assert lengths.mean().item() == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_a_single_matrix_is_updated_as_by_torch(shape, monkeypatch):
+    """Ten steps; torch orthogonalizes in bf16."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    ours, theirs = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    module = nn.ParameterDict({"w": ours})
+    mine = angpt.Muon(module, lr=0.1, weight_decay=0.2, hidden={"w": 1}, dtype=torch.bfloat16)
+    reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.95)
+    for step in range(10):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        reference.step()
+    # bf16 has 8 bits; an update is 0.1 long, so each step may differ by 0.1 · 2⁻⁸ in an entry of length 1.
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=5e-3)
+    assert (ours - weight).abs().max() > 0.1
+
+
+def test_stacked_maps_are_orthogonalized_one_by_one():
+    q, k = torch.randn(6, 6), torch.randn(6, 6)
+    together, apart = (
+        nn.ParameterDict(p) for p in ({"w": torch.zeros(12, 6)}, {"q": torch.zeros(6, 6), "k": torch.zeros(6, 6)})
+    )
+    one, two = angpt.Muon(together, hidden={"w": 2}), angpt.Muon(apart, hidden={"q": 1, "k": 1})
+    together["w"].grad = torch.cat([q, k])
+    apart["q"].grad, apart["k"].grad = q, k
+    one.step()
+    two.step()
+    torch.testing.assert_close(together["w"].detach(), torch.cat([apart["q"], apart["k"]]).detach())
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "angpt/no-lerp"])
+def test_a_run_takes_the_steps_of_the_plain_optimizer(architecture):
+    """The engine's step against the optimizer for any network, with clipping and the constraint outside of it."""
+    config = OptimizerConfig(name="muon", lr=0.03, adam_lr=0.01, weight_decay=0.1, clip=0.5)
+    ours, plain = tiny(architecture), tiny(architecture)
+    engine = Engine(ours, config, torch.float32, compiled=False)
+    optimizer = angpt.Muon(plain, lr=0.03, adam_lr=0.01, weight_decay=0.1)
+    angpt.constrain(optimizer, plain)
+    for number, batch in enumerate(batches(20), start=1):
+        loss = engine.backward(batch, micro_batch=2)
+        engine.step(number, lr=0.03 / number)
+        for group in optimizer.param_groups:
+            group["lr"] = (0.03 if group["maps"] else 0.01) / number
+        expected = plain(*batch)
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert largest_violation(ours, ours.constraints()) < 1e-6
+
+
+def test_hidden_matrices_have_one_moment():
+    """State in memory is that of Adam less the second moment of hidden matrices."""
+    model = tiny("angpt")
+    states = Optimizer(dict(model.named_parameters()), model.constraints(), MUON, hidden=model.hidden_matrices()).states
+    hidden = model.hidden_matrices()
+    assert {
+        name for name, s in zip(dict(model.named_parameters()), states, strict=True) if s.exp_avg_sq is None
+    } == set(hidden)
+    assert sorted(set(hidden.values())) == [1, 2, 3]
+    assert all(name.startswith("blocks.") for name in hidden)
+
+
+def test_matrices_of_one_shape_are_one_batch(monkeypatch):
+    shapes = []
+    inner = muon.orthogonalize
+    monkeypatch.setattr(muon, "orthogonalize", lambda x: (shapes.append(tuple(x.shape)), inner(x))[1])
+    model = tiny("angpt")  # two layers, d_m = 32, d_f = 128
+    engine = Engine(model, MUON, torch.float32, compiled=False)
+    engine.backward(next(batches(1)), 4)
+    engine.step(1, 0.01)
+    assert sorted(shapes) == [(2, 32, 32), (2, 32, 128), (4, 128, 32), (6, 32, 32)]
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.head = nn.Linear(16, 11)
+
+    def forward(self, x):
+        return self.head(self.layer(self.embedding(x)))
+
+
+def test_hidden_matrices_of_any_network():
+    assert hidden_matrices(Tower()) == {
+        "layer.self_attn.in_proj_weight": 3,
+        "layer.self_attn.out_proj.weight": 1,
+        "layer.linear1.weight": 1,
+        "layer.linear2.weight": 1,
+    }
+    assert hidden_matrices(nn.Linear(3, 4)) == {}
+
+
+def train(model, optimizer, steps=30):
+    tokens = torch.randint(11, (8, 12), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_it_trains_a_network_of_other_people_and_can_be_saved():
+    torch.manual_seed(0)
+    model = Tower()
+    optimizer = angpt.Muon(model, lr=0.02, adam_lr=0.01)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.2 * losses[0]
+    twin = Tower()
+    twin.load_state_dict(model.state_dict())
+    other = angpt.Muon(twin, lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(model, optimizer, 5) == train(twin, other, 5)
+
+
+def test_a_scheduler_and_a_closure_work():
+    model = Tower()
+    optimizer = angpt.Muon(model, lr=0.02, adam_lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [0.005, 0.01]
+    before = model.head.weight.detach().clone()
+
+    def closure():
+        loss = model(torch.arange(11)[None]).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    scheduler.step()
+    assert not torch.equal(before, model.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "words"),
+    [
+        ({"nope": 1}, "'nope' is not a trainable parameter"),
+        ({"head.bias": 1}, "no stack of 1"),
+        ({"head.weight": 2}, "no stack of 2"),
+    ],
+)
+def test_wrong_names_are_refused(hidden, words):
+    with pytest.raises(UserError, match=words):
+        angpt.Muon(Tower(), hidden=hidden)
+
+
+def test_a_rate_of_adam_beside_adam_is_refused():
+    with pytest.raises(UserError, match="adam_lr is Adam's rate beside Muon"):
+        OptimizerConfig(adam_lr=0.1)
