@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from angpt.optim.adam import adam_
-from angpt.optim.muon import descend_, momentum_, symmetric_product
+from angpt.optim.muon import descend_, momentum_, symmetric_polynomial, symmetric_product
 from angpt.optim.optimizer import square_sum
 from angpt.optim.states import ALIGNMENT, ParameterState
 
@@ -40,10 +40,16 @@ def _descend(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: fl
     optimizer_kernels.descend_(states, updates, lr, scale)
 
 
-def _symmetric_product(*args: Any) -> Tensor:
+def _symmetric_product(x: Tensor) -> Tensor:
     from angpt.fast import muon_kernels
 
-    return muon_kernels.symmetric_product(*args)
+    return muon_kernels.symmetric_product(x)
+
+
+def _symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    from angpt.fast import muon_kernels
+
+    return muon_kernels.symmetric_polynomial(x, a, b, c)
 
 
 def _is_matrix_on_gpu(x: Tensor) -> bool:
@@ -72,12 +78,13 @@ def _aligned(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
-def _symmetric_product_applies(x: Tensor, *_: object) -> bool:
+def _bf16_on_gpu(x: Tensor, *_: object) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and x.numel() > 0
 
 
 adam_.accelerate(_adam, _adam_applies)
 momentum_.accelerate(_momentum, _momentum_applies)
 descend_.accelerate(_descend, _descend_applies)
-symmetric_product.accelerate(_symmetric_product, _symmetric_product_applies)
+symmetric_product.accelerate(_symmetric_product, _bf16_on_gpu)
+symmetric_polynomial.accelerate(_symmetric_polynomial, _bf16_on_gpu)
 square_sum.accelerate(_square_sum, _square_sum_applies)

@@ -21,7 +21,8 @@ from angpt.optim.adam import finish_
 from angpt.optim.states import UNSHARDED, ParameterState, Shards, by_form
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the iteration X ← aX + b(XXᵀ)X + c(XXᵀ)²X, steep at 0: singular values end between 0.68 and 1.13."""
+"""a, b, c of the iteration X ← (a + b XXᵀ + c (XXᵀ)²) X, steep at 0. After five of them the singular values above 1/400
+of the Frobenius norm lie between 0.68 and 1.21, with a mean of about 0.85."""
 ITERATIONS = 5
 
 
@@ -45,7 +46,9 @@ def muon_(
     for ((rows, columns), maps), chosen in shapes.items():
         ours = [state for state, _ in chosen]
         padded = math.ceil(len(ours) / shards.workers) * shards.workers
-        batch = ours[0].weight.new_zeros((padded, shards.rows_each(rows), columns), dtype=dtype)
+        batch = ours[0].weight.new_empty((padded, shards.rows_each(rows), columns), dtype=dtype)
+        if shards.workers > 1:
+            batch.zero_()  # matrices and rows that fill it up
         updates = [batch[i, : len(state.weight)] for i, state in enumerate(ours)]
         for form in by_form(momentum_, ours, [g for _, g in chosen], updates):
             momentum_(*form, clip, momentum)
@@ -71,17 +74,23 @@ def orthogonalize(x: Tensor) -> Tensor:
     x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
     for _ in range(ITERATIONS):
         gram = symmetric_product(x if wide else x.mT)
-        polynomial = symmetric_product(gram, gram, b, c)
-        x = torch.baddbmm(x, polynomial, x, beta=a) if wide else torch.baddbmm(x, x, polynomial, beta=a)
+        polynomial = symmetric_polynomial(gram, a, b, c)
+        x = polynomial @ x if wide else x @ polynomial
     return x
 
 
 @operation
-def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """beta · added + alpha · x xᵀ for each matrix x of a batch; `added` is symmetric."""
-    if added is None:
-        return alpha * x @ x.mT if alpha != 1 else x @ x.mT
-    return torch.baddbmm(added, x, x.mT, beta=beta, alpha=alpha)
+def symmetric_product(x: Tensor) -> Tensor:
+    """x xᵀ for each matrix x of a batch."""
+    return x @ x.mT
+
+
+@operation
+def symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a + b x + c x² for each symmetric matrix x of a batch."""
+    result = torch.baddbmm(x, x, x, beta=b, alpha=c)
+    result.diagonal(dim1=-2, dim2=-1).add_(a)
+    return result
 
 
 @operation

@@ -73,11 +73,12 @@ EXAMPLES = {
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
     "decode_step": decoding,
-    "symmetric_product": lambda: (torch.randn(3, 40, 72, device=DEVICE).to(DTYPE), symmetric(3, 40), 0.7, 0.3),
+    "symmetric_product": lambda: (torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT,),
+    "symmetric_polynomial": lambda: (symmetric(3, 140) / 140, 3.4, -4.7, 2.0),
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""
 OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")
-WITHOUT_GRADIENT = (*OF_OPTIMIZERS, "square_sum", "decode_step", "symmetric_product")
+WITHOUT_GRADIENT = (*OF_OPTIMIZERS, "square_sum", "decode_step", "symmetric_product", "symmetric_polynomial")
 
 
 def outcome(name, form):

@@ -1,7 +1,6 @@
 """Muon against the singular value decomposition, against torch.optim.Muon, and on networks of other people."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -12,7 +11,14 @@ from angpt.config import OptimizerConfig
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.optim import muon
-from angpt.optim.muon import COEFFICIENTS, ITERATIONS, orthogonalize, row_scale, symmetric_product
+from angpt.optim.muon import (
+    COEFFICIENTS,
+    ITERATIONS,
+    orthogonalize,
+    row_scale,
+    symmetric_polynomial,
+    symmetric_product,
+)
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.standalone import hidden_matrices
 from angpt.training.engine import Engine
@@ -39,14 +45,11 @@ def test_newton_schulz_acts_on_singular_values_alone(shape):
 
 
 def test_singular_values_end_near_1():
-    """Those above 1/200 of the Frobenius norm; the range is that of the polynomial."""
+    """Those of a matrix, and of the polynomial for values above 1/400 of the Frobenius norm."""
     x = torch.randn(4, 64, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    s = torch.linalg.svdvals(orthogonalize(x))
-    assert s.min() > 0.68
-    assert s.max() < 1.14
-    grid = polynomial(torch.logspace(math.log10(1 / 200), 0, 10_000, dtype=torch.float64))
-    assert grid.min() > 0.68
-    assert grid.max() < 1.14
+    for s in (torch.linalg.svdvals(orthogonalize(x)), polynomial(torch.linspace(1 / 400, 1, 10_000))):
+        assert s.min() > 0.68
+        assert s.max() < 1.21
 
 
 def test_a_zero_matrix_stays_zero():
@@ -61,36 +64,35 @@ def test_bf16_keeps_singular_values_near_1():
 
 
 def test_a_symmetric_product_is_the_product():
-    x, added = torch.randn(3, 6, 9), torch.randn(3, 6, 6)
-    torch.testing.assert_close(symmetric_product(x), torch.stack([m @ m.T for m in x]))
-    expected = torch.stack([0.5 * a + 2 * m @ m.T for a, m in zip(added, x, strict=True)])
-    torch.testing.assert_close(symmetric_product(x, added, 0.5, 2.0), expected)
+    x = torch.randn(3, 6, 9)
+    gram = symmetric_product(x)
+    torch.testing.assert_close(gram, torch.stack([m @ m.T for m in x]))
+    expected = torch.stack([3 * torch.eye(6) + 0.5 * m + 2 * m @ m for m in gram])
+    torch.testing.assert_close(symmetric_polynomial(gram, 3.0, 0.5, 2.0), expected)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 192), (192, 48), (64, 64)])
 def test_rows_of_an_update_have_about_length_1(rows, columns):
     x = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(1))
     lengths = (orthogonalize(x) * row_scale(rows, columns))[0].norm(dim=1)
-    assert lengths.mean().item() == pytest.approx(1, abs=0.15)
+    assert lengths.mean().item() == pytest.approx(0.85, abs=0.05)  # the mean of the singular values
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
-def test_a_single_matrix_is_updated_as_by_torch(shape, monkeypatch):
-    """Ten steps; torch orthogonalizes in bf16."""
+def test_a_single_matrix_is_updated_as_by_torch(shape):
+    """Ten steps, up to the rounding of torch, which orthogonalizes in bf16."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     ours, theirs = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
     module = nn.ParameterDict({"w": ours})
-    mine = angpt.Muon(module, lr=0.1, weight_decay=0.2, hidden={"w": 1}, dtype=torch.bfloat16)
+    mine = angpt.Muon(module, lr=0.1, weight_decay=0.2, hidden={"w": 1})
     reference = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.95)
     for step in range(10):
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         mine.step()
         reference.step()
-    # bf16 has 8 bits; an update is 0.1 long, so each step may differ by 0.1 · 2⁻⁸ in an entry of length 1.
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=0, atol=5e-3)
-    assert (ours - weight).abs().max() > 0.1
+    assert (ours - theirs).norm() < 0.02 * (ours - weight).norm()
 
 
 def test_stacked_maps_are_orthogonalized_one_by_one():

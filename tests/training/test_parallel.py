@@ -44,6 +44,7 @@ class Case:
     d_ff: int = 42
     compiled: bool = False
     bucket_bytes: int = reducer.BUCKET_BYTES
+    optimizer: str = "adam"
 
 
 def batches():
@@ -61,7 +62,7 @@ def losses_and_norms(case, strategy):
         rotary_fraction=0.2,
     )  # fmt: skip
     model = build(cfg, seed=1)
-    config = OptimizerConfig(weight_decay=0.1, clip=0.3)
+    config = OptimizerConfig(name=case.optimizer, weight_decay=0.1, clip=0.3)
     options = {"recompute": case.recompute, "strategy": strategy, "wide_reduce": case.wide_reduce}
     engine = Engine(model, config, case.dtype, case.compiled, **options)
     rank, share = strategy.rank, ROWS // strategy.size
@@ -111,6 +112,12 @@ def test_two_ranks(strategy):
     check(2, [Case("gpt+", strategy), Case("ngpt", strategy, micro_batch=2), Case("angpt", strategy, micro_batch=2)])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_with_muon(strategy):
+    """Two matrices of each shape: each rank orthogonalizes one."""
+    check(2, [Case(a, strategy, micro_batch=2, optimizer="muon") for a in ("ngpt", "angpt")])
+
+
 def test_several_buckets():
     """The model has about 60 kB of gradients: some buckets are sent during the backward pass."""
     check(2, [Case(micro_batch=m, bucket_bytes=10_000) for m in (8, 2)])
@@ -124,16 +131,25 @@ def test_one_and_four_ranks(strategy, size):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_and_four_ranks_with_muon(strategy, size):
+    """Of four ranks, two have no matrix to work on."""
+    check(size, [Case(a, strategy, optimizer="muon") for a in ARCHITECTURES])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_more_ranks_than_rows(architecture):
     """Six rows of W_uz are shared out as 2, 2, 2, 0."""
-    check(4, [Case(architecture, "fsdp", d_ff=3)])
+    check(4, [Case(architecture, "fsdp", d_ff=3, optimizer=optimizer) for optimizer in ("adam", "muon")])
 
 
 @pytest.mark.slow
 def test_hybrid_sharding():
     """Two copies of the model, each shared out over two ranks."""
-    check(4, [Case(a, "fsdp", shard_ranks=2, micro_batch=1) for a in ARCHITECTURES])
+    muon = [Case("ngpt", "fsdp", shard_ranks=2, micro_batch=1, optimizer="muon")]
+    check(4, [Case(a, "fsdp", shard_ranks=2, micro_batch=1) for a in ARCHITECTURES] + muon)
 
 
 @pytest.mark.slow

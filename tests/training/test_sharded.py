@@ -214,10 +214,10 @@ def test_interrupted_and_resumed_is_bitwise_the_same(data, tmp_path, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_saved_by_four_ranks_goes_on_with_any_number(data, tmp_path, architecture):
+@pytest.mark.parametrize("recipe", [*ARCHITECTURES, "ngpt:muon", "angpt:muon"])
+def test_saved_by_four_ranks_goes_on_with_any_number(data, tmp_path, recipe):
     """12 sequences per step: 1, 2, 3 and 4 ranks can share them."""
-    config = small(data, architecture, batch_tokens=384, micro_batch=3, parallel="fsdp", checkpoint_every=100)
+    config = small(data, batch_tokens=384, micro_batch=3, parallel="fsdp", checkpoint_every=100).with_recipe(recipe)
     whole = Run(tmp_path / "whole")
     start(replace(config, parallel="auto"), whole.path, Quiet())
     spread(run_on_ranks, 4, config, tmp_path / "four", 5)
