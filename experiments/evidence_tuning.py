@@ -19,12 +19,18 @@ from typing import Any
 
 START = time.monotonic()
 TRIALS = Path(__file__).resolve().parents[1] / "docs/evidence/trials.json"
-SPACE = {  # log-uniform ranges; β₂ is 0.95 or 0.99
+ADAM = {  # log-uniform ranges; β₂ is 0.95 or 0.99
     "gpt+": {"optimizer.lr": (1e-3, 1.6e-2), "optimizer.weight_decay": (0.03, 1), "optimizer.warmup": (0.01, 0.2)},
     "ngpt": {"optimizer.lr": (4e-3, 6.4e-2), "model.stored_scale": (1 / 64, 1 / 4)},  # 1/√256 × 1/4 … 4
     "angpt": {"optimizer.lr": (3e-3, 4.8e-2), "model.stored_scale": (0.001, 0.03)},
 }
-COUNT, SOBOL_SEED, TIE = 8, 20, 0.01  # TIE: trials within so many nats of the best of their arm are named beside it
+MUON_LR = (7.5e-3, 0.12)
+MUON = {
+    arch: {"optimizer.lr": MUON_LR, "optimizer.adam_lr": space["optimizer.lr"]}
+    | {key: value for key, value in space.items() if key != "optimizer.lr"}
+    for arch, space in ADAM.items()
+}
+COUNT, SOBOL_SEED, TIE = 12, 20, 0.01  # TIE: trials within so many nats of the best of their arm are named beside it
 COMMON = """
 tokens = "80M"
 batch_tokens = 65536
@@ -43,12 +49,14 @@ def make_trials() -> dict[str, dict[str, Any]]:
     from scipy.stats import qmc
 
     found = {}
-    for arch, space in SPACE.items():
-        for i, point in enumerate(qmc.Sobol(len(space) + 1, rng=SOBOL_SEED).random(COUNT).tolist()):
-            values = {key: low * (high / low) ** u for u, (key, (low, high)) in zip(point, space.items(), strict=False)}
-            rounded = {key: float(f"{value:.3g}") for key, value in values.items()}
-            beta2 = 0.95 if point[-1] < 0.5 else 0.99
-            found[f"{arch}-adam-{i:02d}"] = {"model.architecture": arch, **rounded, "optimizer.beta2": beta2}
+    for optimizer, spaces in (("adam", ADAM), ("muon", MUON)):
+        for arch, space in spaces.items():
+            for i, point in enumerate(qmc.Sobol(len(space) + 1, rng=SOBOL_SEED).random(16)[:COUNT].tolist()):
+                ranges = zip(point, space.items(), strict=False)
+                values = {key: float(f"{low * (high / low) ** u:.3g}") for u, (key, (low, high)) in ranges}
+                last = {"optimizer.beta2": 0.95 if point[-1] < 0.5 else 0.99}
+                name = {"model.architecture": arch} | ({} if optimizer == "adam" else {"optimizer.name": optimizer})
+                found[f"{arch}-{optimizer}-{i:02d}"] = {**name, **values, **last}
     return dict(sorted(found.items(), key=lambda item: item[0][-2:]))
 
 
@@ -101,7 +109,7 @@ def outcome(run: Path) -> tuple[str, float, dict[str, Any]]:
 
 def row(name: str, settings: dict[str, Any], run: Path) -> str:
     """A line of the table."""
-    words = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in list(settings.items())[1:])
+    words = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in settings.items() if str(value) not in name)
     status, loss, found = outcome(run)
     numbers = [
         f"{found.get(key) or 0:,.{n}f}" for key, n in (("seconds", 1), ("compile_seconds", 1), ("tokens_per_s", 0))
@@ -127,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="folder with a run folder for each trial")
     parser.add_argument("--data", help="folder of tokens (`angpt data prepare`); without it nothing is trained")
+    parser.add_argument("--optimizer", choices=("adam", "muon"), help="only the arms with this optimizer")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no trial that would end after this")
     parser.add_argument(
         "--archive", type=Path, default="tuning.tar.xz", help="all ended runs, written after each trial"
@@ -138,7 +147,7 @@ def main() -> None:
         TRIALS.write_text(json.dumps(make_trials(), indent=1) + "\n")
     trials = json.loads(TRIALS.read_text())
     if args.data:
-        run_trials(trials, args)
+        run_trials({name: s for name, s in trials.items() if f"-{args.optimizer or ''}" in name}, args)
     print(text := table(trials, args.runs))
     if args.table:
         args.table.write_text(args.table.read_text().partition("\n|")[0] + "\n" + text)
