@@ -1,4 +1,4 @@
-"""Muon on a GPU: the momentum of many matrices in one launch, and products x xᵀ of which only one triangle is computed.
+"""Muon on a GPU: the momentum of many matrices in one launch; symmetric products, of which one triangle is computed.
 
 `optim.muon` has the plain forms.
 """
@@ -54,11 +54,11 @@ def momentum_(
 
 @triton.jit
 def _symmetric(
-    x_ptr, out_ptr, size, depth, x_batch, x_row, x_column, a, b, c,
+    x_ptr, y_ptr, out_ptr, size, depth, x_batch, x_row, x_column, y_batch, y_row, y_column, a, b, c,
     POLYNOMIAL: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the lower triangle of x xᵀ, and its mirror image. With `POLYNOMIAL`, x is symmetric and the result is
-    a + b x + c x²."""
+    """One tile of the lower triangle of x yᵀ, and its mirror image. With `POLYNOMIAL`, x = y is symmetric and the
+    result is a + b x + c x²."""
     number, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)  # tile row: the number of tiles above it is i(i+1)/2
     i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
@@ -68,7 +68,7 @@ def _symmetric(
     ks = tl.arange(0, DEPTH)
     x_ptr += matrix * x_batch
     left = x_ptr + rows[:, None] * x_row + ks[None, :] * x_column
-    right = x_ptr + ks[:, None] * x_column + columns[None, :] * x_row
+    right = y_ptr + matrix * y_batch + ks[:, None] * y_column + columns[None, :] * y_row
     total = tl.zeros((TILE, TILE), tl.float32)
     for k in range(0, depth, DEPTH):
         inside = k + ks < depth
@@ -76,7 +76,7 @@ def _symmetric(
         y = tl.load(right, inside[:, None] & (columns < size)[None, :], 0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
         left += DEPTH * x_column
-        right += DEPTH * x_column
+        right += DEPTH * y_column
     at = matrix * size * size + rows[:, None] * size + columns[None, :]
     inside = (rows < size)[:, None] & (columns < size)[None, :]
     if POLYNOMIAL:
@@ -89,24 +89,24 @@ def _symmetric(
         tl.store(out_ptr + mirrored, tl.trans(value), (columns < size)[:, None] & (rows < size)[None, :])
 
 
-def symmetric_product(x: Tensor) -> Tensor:
+def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     """`optim.muon.symmetric_product`: half the work of a general product."""
-    return _launch(x, (0.0, 0.0, 1.0), polynomial=False)
+    return _launch(x, y, (0.0, 0.0, 1.0), polynomial=False)
 
 
 def symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
     """`optim.muon.symmetric_polynomial` in one pass, with half the work of a general product."""
-    return _launch(x, (a, b, c), polynomial=True)
+    return _launch(x, x, (a, b, c), polynomial=True)
 
 
-def _launch(x: Tensor, coefficients: tuple[float, float, float], polynomial: bool) -> Tensor:
+def _launch(x: Tensor, y: Tensor, coefficients: tuple[float, float, float], polynomial: bool) -> Tensor:
     count, size, depth = x.shape
     out = torch.empty(count, size, size, dtype=x.dtype, device=x.device)
     tile = tuning.SYMMETRIC_TILE if size > tuning.SYMMETRIC_SMALL else tuning.SYMMETRIC_SMALL_TILE
     tiles = triton.cdiv(size, tile)
     with torch.cuda.device(x.device):
         _symmetric[(tiles * (tiles + 1) // 2, count)](
-            x, out, size, depth, *x.stride(), *coefficients, POLYNOMIAL=polynomial, TILE=tile,
+            x, y, out, size, depth, *x.stride(), *y.stride(), *coefficients, POLYNOMIAL=polynomial, TILE=tile,
             DEPTH=tuning.SYMMETRIC_DEPTH, num_warps=tuning.SYMMETRIC_WARPS, num_stages=tuning.SYMMETRIC_STAGES,
         )  # fmt: skip
     return out

@@ -28,10 +28,16 @@ def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     return functools.reduce(operator.add, sums)
 
 
-def _momentum(*args: Any) -> None:
+def _momentum(
+    states: Sequence[ParameterState],
+    gradients: Sequence[Tensor],
+    updates: Sequence[Tensor],
+    clip: Tensor,
+    momentum: float,
+) -> None:
     from angpt.fast import muon_kernels
 
-    muon_kernels.momentum_(*args)
+    muon_kernels.momentum_(states, gradients, updates, clip, momentum)
 
 
 def _descend(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: float, scale: float) -> None:
@@ -40,10 +46,10 @@ def _descend(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: fl
     optimizer_kernels.descend_(states, updates, lr, scale)
 
 
-def _symmetric_product(x: Tensor) -> Tensor:
+def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     from angpt.fast import muon_kernels
 
-    return muon_kernels.symmetric_product(x)
+    return muon_kernels.symmetric_product(x, y)
 
 
 def _symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:

@@ -9,7 +9,7 @@ number of its matrix and the position where it starts.
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -193,32 +193,40 @@ def adam_(
 ) -> None:  # fmt: skip
     """`optim.adam.adam_` of matrices, in one launch per width, constraint, weight decay and dtype."""
     scalars = (*betas, eps, lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** -0.5)
-    for (decay, *key), chosen in _alike(states, gradients):
-        _launch(chosen, clip, (lr * decay, *scalars), *key, adam=True)
+    for alike, chosen in _alike(states, gradients):
+        _launch(chosen, alike, clip, (lr * alike.decay, *scalars), adam=True)
 
 
 def descend_(states: Sequence[ParameterState], updates: Sequence[Tensor], lr: float, scale: float) -> None:
     """`optim.muon.descend_`, in one launch per width, constraint, weight decay and dtype."""
-    for (decay, *key), chosen in _alike(states, updates):
-        _launch(chosen, updates[0], (lr * decay, 0.0, 0.0, 0.0, lr * scale, 0.0), *key, adam=False)
+    for alike, chosen in _alike(states, updates):
+        _launch(chosen, alike, updates[0], (lr * alike.decay, 0.0, 0.0, 0.0, lr * scale, 0.0), adam=False)
 
 
-def _alike(
-    states: Sequence[ParameterState], gradients: Sequence[Tensor]
-) -> Iterator[tuple[tuple[Any, ...], list[tuple[ParameterState, Tensor]]]]:
-    """The matrices that one launch can update, and what they have in common."""
-    groups: dict[tuple[Any, ...], list[tuple[ParameterState, Tensor]]] = {}
+class _Alike(NamedTuple):
+    """What the matrices of one launch have in common."""
+
+    decay: float
+    width: int
+    constraint: Constraint | None
+    copied: bool
+    gradient: torch.dtype
+
+
+Pairs = list[tuple[ParameterState, Tensor]]
+
+
+def _alike(states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Iterator[tuple[_Alike, Pairs]]:
+    """The matrices that one launch can update."""
+    groups: dict[_Alike, Pairs] = {}
     for state, g in zip(states, gradients, strict=True):
-        key = (state.decay, state.weight.shape[1], state.constraint, state.copy is not None, KINDS[g.dtype])
+        key = _Alike(state.decay, state.weight.shape[1], state.constraint, state.copy is not None, g.dtype)
         groups.setdefault(key, []).append((state, g))
     yield from groups.items()
 
 
-def _launch(
-    chosen: Sequence[tuple[ParameterState, Tensor]], clip: Tensor, scalars: tuple[float, ...], width: int,
-    constraint: Constraint | None, copied: bool, kind: Any, adam: bool,
-) -> None:  # fmt: skip
-    device, lines = clip.device, []
+def _launch(chosen: Pairs, alike: _Alike, clip: Tensor, scalars: tuple[float, ...], adam: bool) -> None:
+    device, lines, (_, width, constraint, copied, dtype) = clip.device, [], alike
     for state, g in chosen:
         copy = state.weight if state.copy is None else state.copy
         second = state.exp_avg if state.exp_avg_sq is None else state.exp_avg_sq
@@ -235,5 +243,5 @@ def _launch(
         (_columns if down else _rows)[(len(programs),)](
             make_table(lines, device), programs, clip, *scalars, width,
             ADAM=adam, CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
-            COPY=copied, TINY=TINY, KIND=kind, ROWS=rows, COLS=cols, num_warps=8,
+            COPY=copied, TINY=TINY, KIND=KINDS[dtype], ROWS=rows, COLS=cols, num_warps=8,
         )  # fmt: skip

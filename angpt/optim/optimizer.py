@@ -1,7 +1,6 @@
 """The optimizer of a run: clipping, then Adam on all parameters, or Muon on hidden matrices and Adam on the others."""
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -114,8 +113,8 @@ class Optimizer:
             weight, m = torch.zeros_like(state.weight), torch.zeros_like(state.weight)
             second = None if state.exp_avg_sq is None else torch.zeros_like(state.weight)
             low = None if state.copy is None else torch.zeros_like(state.copy)
-            whole = {"parameter": weight, "weight": weight, "maps": min(state.maps, 1)}  # here a shard is a matrix
-            trial.states.append(dataclasses.replace(state, **whole, copy=low, exp_avg=m, exp_avg_sq=second))
+            maps = min(state.maps, 1)  # a shard is taken for a matrix
+            trial.states.append(ParameterState(weight, weight, low, m, second, state.decay, state.constraint, maps))
         if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
 

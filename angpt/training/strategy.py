@@ -294,13 +294,14 @@ class FSDP(Distributed):
         return -(-rows // self.writers)
 
     def take_share(self, batch: Tensor, rows: int) -> Tensor:
-        shards = self._exchanged(batch).unflatten(0, (self.writers, -1))  # from each rank, its rows of our matrices
-        return shards.transpose(0, 1).flatten(1, 2)[:, :rows]
+        received = self._exchanged(batch)  # from each rank, its rows of our matrices
+        return received.view(self.writers, -1, *batch.shape[1:]).transpose(0, 1).flatten(1, 2)[:, :rows]
 
     def return_shares(self, share: Tensor) -> Tensor:
-        each = self.rows_each(share.shape[1])
-        padded = nn.functional.pad(share, (0, 0, 0, self.writers * each - share.shape[1]))
-        return self._exchanged(padded.unflatten(1, (self.writers, each)).transpose(0, 1).flatten(0, 1))
+        count, rows, columns = share.shape
+        each = self.rows_each(rows)
+        padded = nn.functional.pad(share, (0, 0, 0, self.writers * each - rows))
+        return self._exchanged(padded.view(count, self.writers, each, columns).transpose(0, 1).flatten(0, 1))
 
     def _exchanged(self, batch: Tensor) -> Tensor:
         """What the ranks of a copy send to this one if each sends an equal part of its batch to every rank."""

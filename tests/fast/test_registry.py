@@ -73,7 +73,7 @@ EXAMPLES = {
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
     "decode_step": decoding,
-    "symmetric_product": lambda: (torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT,),
+    "symmetric_product": lambda: (x := torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT, x),
     "symmetric_polynomial": lambda: (symmetric(3, 140) / 140, 3.4, -4.7, 2.0),
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""

@@ -13,7 +13,8 @@ from angpt.errors import UserError
 from angpt.optim import muon
 from angpt.optim.muon import (
     COEFFICIENTS,
-    ITERATIONS,
+    OBLONG,
+    SQUARE,
     orthogonalize,
     row_scale,
     symmetric_polynomial,
@@ -30,7 +31,8 @@ MUON = OptimizerConfig(name="muon", weight_decay=0.0)
 def polynomial(s):
     """What the iterations make of a singular value."""
     a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
+    assert sum(SQUARE) == sum(OBLONG) == 5
+    for _ in range(5):
         s = a * s + b * s**3 + c * s**5
     return s
 
@@ -56,16 +58,24 @@ def test_a_zero_matrix_stays_zero():
     assert torch.equal(orthogonalize(torch.zeros(2, 3, 5)), torch.zeros(2, 3, 5))
 
 
-def test_bf16_keeps_singular_values_near_1():
-    x = torch.randn(2, 96, 384, generator=torch.Generator().manual_seed(0))
-    s = torch.linalg.svdvals(orthogonalize(x.bfloat16()).double())
-    assert s.min() > 0.6
-    assert s.max() < 1.2
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
+def test_bf16_is_as_accurate_with_iterations_in_groups(exponent, monkeypatch):
+    """On oblong matrices, also with singular values 1, 2⁻ᵉ, 3⁻ᵉ, …: the error of single iterations is the yardstick."""
+    x = torch.randn(2, 96, 384, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    if exponent:
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        x = u * torch.arange(1.0, 97.0).double() ** -exponent @ v
+    exact, grouped = orthogonalize(x), orthogonalize(x.bfloat16()).double()
+    monkeypatch.setattr(muon, "OBLONG", SQUARE)
+    torch.testing.assert_close(orthogonalize(x), exact)
+    single = orthogonalize(x.bfloat16()).double()
+    assert (grouped - exact).norm() < 1.5 * (single - exact).norm()
+    assert (single - exact).norm() < 0.2 * exact.norm()
 
 
 def test_a_symmetric_product_is_the_product():
     x = torch.randn(3, 6, 9)
-    gram = symmetric_product(x)
+    gram = symmetric_product(x, x)
     torch.testing.assert_close(gram, torch.stack([m @ m.T for m in x]))
     expected = torch.stack([3 * torch.eye(6) + 0.5 * m + 2 * m @ m for m in gram])
     torch.testing.assert_close(symmetric_polynomial(gram, 3.0, 0.5, 2.0), expected)
