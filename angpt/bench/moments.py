@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from angpt.bench.measure import between, in_turns, median, ratio
-from angpt.bench.train import TrainingModel, record_alike
-from angpt.config import ModelConfig
+from angpt.bench.train import Case, TrainingModel, record_alike
+from angpt.config import Recipe
 from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.moments import CLOSEST, MomentRecorder
@@ -24,12 +24,12 @@ class Result:
 
 
 def bench_moments(
-    configs: Sequence[ModelConfig], rows: int, device: torch.device, dtype: torch.dtype, compiled: bool, rounds: int
+    recipes: Sequence[Recipe], case: Case, context: int, device: torch.device, dtype: torch.dtype, rounds: int
 ) -> list[Result]:
     """Measure steps and records in turns, one model after the other."""
     results = []
-    for config in configs:
-        subject = TrainingModel(config, rows, device, dtype, compiled)
+    for recipe in recipes:
+        subject = TrainingModel(recipe, case, context, device, dtype, compiled=device.type == "cuda")
         record_alike([subject])
         recorder = MomentRecorder(subject.engine.first_moments(), CLOSEST, subject.engine.strategy.whole)
 
@@ -41,7 +41,7 @@ def bench_moments(
         seconds = in_turns({"step": subject.step, "record": record}, device, rounds)
         step_ms, record_ms = (median(seconds[name]).times(1e3) for name in ("step", "record"))
         overhead = ratio(seconds["record"], seconds["step"]).times(1 / CLOSEST)
-        results.append(Result(config.architecture, step_ms, record_ms, overhead))
+        results.append(Result(recipe, step_ms, record_ms, overhead))
     return results
 
 

@@ -1,79 +1,124 @@
 """`angpt bench optimizer`: an optimizer step with clipping and constraint, compared with PyTorch's and with the bytes
-that it must move."""
+that it must move and the matrix products that it must compute."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from angpt.bench.measure import between, in_turns, median, ratio
-from angpt.config import ModelConfig, OptimizerConfig
+from angpt.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
 from angpt.constraints import constrain, is_matrix
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
+from angpt.optim.muon import groups
 from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.engine import Engine
-from angpt.training.hardware import bandwidth
+from angpt.training.hardware import bandwidth, peak_flops
 
 LR, CLIP = 1e-3, 1.0
 
 
 @dataclass(frozen=True)
 class Result:
-    architecture: str
+    architecture: Recipe
     size: str
     ours_ms: Interval
     torch_ms: Interval
-    """PyTorch: clip_grad_norm_, fused AdamW, the constraint as a hook; gradients and parameters in fp32."""
+    """PyTorch: clip_grad_norm_, fused AdamW and torch.optim.Muon, the constraint as a hook; all in fp32."""
     speedup: Interval
     floor_ms: float
-    """Lower bound: bytes that the step must move, divided by the measured bandwidth of a copy."""
+    """Lower bound: bytes that the step must move over the measured bandwidth of a copy, and FLOPs over the measured
+    rate of a large matrix product."""
 
 
-def floor_bytes(model: Decoder, low_precision: bool) -> int:
-    """Bytes that a step must move: the gradient twice (norm, step), the parameter and two moments read and written in
-    fp32; with bf16 copies of matrices, their gradient has 2 bytes, and the copy is written."""
-    total = 0
-    for p in model.parameters():
+def floor_bytes(model: Decoder, optimizer: OptimizerConfig, low_precision: bool) -> int:
+    """Bytes that a step must move.
+
+    The gradient twice (norm, step), the parameter and its moments read and written in fp32; with bf16 copies of
+    matrices, their gradient has 2 bytes, and the copy is written. Adam has two moments. Muon has one, and its update is
+    written before the products and read after them.
+    """
+    total, hidden = 0, model.hidden_matrices() if optimizer.name == "muon" else {}
+    for name, p in model.named_parameters():
         gradient, copied = (2, 2) if low_precision and is_matrix(p) else (4, 0)
-        total += p.numel() * (2 * gradient + 3 * 8 + copied)
+        moments = 8 + 2 * gradient if name in hidden else 16
+        total += p.numel() * (2 * gradient + 8 + moments + copied)
     return total
 
 
+def floor_flops(model: Decoder, optimizer: OptimizerConfig) -> int:
+    """FLOPs of Muon's five iterations on all matrices, with half the work for symmetric products.
+
+    A group of iterations has two products with the oblong matrix, of which one is symmetric, a polynomial for each
+    iteration, and three symmetric products for each iteration after the first.
+    """
+    total = 0
+    for name, maps in model.hidden_matrices().items() if optimizer.name == "muon" else ():
+        rows, columns = model.get_parameter(name).shape
+        short, long = sorted((rows // maps, columns))
+        n = len(groups(rows // maps, columns))
+        total += maps * (n * 3 * short**2 * long + (5 + 3 * (5 - n)) * short**3)
+    return total
+
+
+def torch_step(model: Decoder, optimizer: OptimizerConfig) -> Callable[[], None]:
+    """A step with the optimizers of PyTorch."""
+    hidden = set(model.hidden_matrices()) if optimizer.name == "muon" else set()
+    named = dict(model.named_parameters())
+    others = [p for name, p in named.items() if name not in hidden]
+    steps: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=LR, weight_decay=0.0, fused=True)]
+    if hidden:
+        steps.append(torch.optim.Muon([named[name] for name in hidden], lr=LR, weight_decay=0.0))
+    constrain(steps[-1], model, model.constraints())
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for each in steps:
+            each.step()
+
+    return step
+
+
+def our_step(engine: Engine) -> Callable[[], None]:
+    """A step of the engine, on the same gradients each time."""
+    holders = [state.weight if state.copy is None else state.copy for state in engine.optimizer.states]
+    gradients = [torch.randn_like(p) for p in holders]
+
+    def step() -> None:
+        for p, g in zip(holders, gradients, strict=True):
+            p.grad = g if is_matrix(p) else g.clone()  # a step scales gradients of vectors in place
+        engine.step(1, LR)
+
+    return step
+
+
 def bench_optimizer(
-    size: str, architectures: Sequence[str], device: torch.device, dtype: torch.dtype, rounds: int
+    size: str, recipes: Sequence[Recipe], device: torch.device, dtype: torch.dtype, rounds: int
 ) -> list[Result]:
-    """Measure both optimizers in turns, one architecture after the other."""
+    """Measure our optimizer and PyTorch's in turns, one recipe after the other."""
     results = []
-    for name in architectures:
-        config = ModelConfig.size(size, architecture=name)
+    for recipe in recipes:
+        train = TrainConfig(model=ModelConfig.size(size)).with_recipe(recipe)
+        config = dataclasses.replace(train.optimizer, weight_decay=0.0, clip=CLIP)
         with device:
-            model, twin = build(config), build(config)
-        engine = Engine(twin, OptimizerConfig(weight_decay=0.0, clip=CLIP), dtype, compiled=False)
-        fused = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, fused=True)
-        constrain(fused, model, model.constraints())
-        holders = [state.weight if state.copy is None else state.copy for state in engine.optimizer.states]
-        gradients = [torch.randn_like(p) for p in holders]
+            model, twin = build(train.model), build(train.model)
         for p in model.parameters():
             p.grad = torch.randn_like(p)
-
-        def ours(
-            holders: list[torch.Tensor] = holders, gradients: list[torch.Tensor] = gradients, engine: Engine = engine
-        ) -> None:
-            for p, g in zip(holders, gradients, strict=True):
-                p.grad = g if is_matrix(p) else g.clone()  # a step scales gradients of vectors in place
-            engine.step(1, LR)
-
-        def theirs(model: Decoder = model, fused: torch.optim.Optimizer = fused) -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            fused.step()
-
-        in_turns({"ours": ours, "torch": theirs}, device, rounds=2)
-        seconds = in_turns({"ours": ours, "torch": theirs}, device, rounds, calls=3)
+        steps = {
+            "ours": our_step(Engine(twin, config, dtype, compiled=False)),
+            "torch": torch_step(model, config),
+        }
+        in_turns(steps, device, rounds=2)
+        seconds = in_turns(steps, device, rounds, calls=3)
         ours_ms, torch_ms = (median(seconds[key]).times(1e3) for key in ("ours", "torch"))
-        floor_ms = 1e3 * floor_bytes(model, dtype != torch.float32) / bandwidth(device)
-        results.append(Result(name, size, ours_ms, torch_ms, ratio(seconds["torch"], seconds["ours"]), floor_ms))
+        floor_s = floor_bytes(model, config, dtype != torch.float32) / bandwidth(device)
+        floor_s += floor_flops(model, config) / peak_flops(device, dtype)
+        speedup = ratio(seconds["torch"], seconds["ours"])
+        results.append(Result(recipe, size, ours_ms, torch_ms, speedup, 1e3 * floor_s))
     return results
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from angpt.bench.measure import between, in_turns, median, ratio, timed
-from angpt.config import SIZES, ModelConfig, OptimizerConfig
+from angpt.config import SIZES, ModelConfig, Recipe, TrainConfig
 from angpt.data.loader import Batch
 from angpt.errors import UserError, nearest
 from angpt.models.variants import build
@@ -34,7 +34,7 @@ GROUPS = {
     "residual update, gradient of norms": r"^_(update|rms)",
     "scaled rows": r"^_scale_rows",
     "cross-entropy": r"^_(cross_entropy|multiply)",
-    "optimizer": r"^_(rows|columns|squares)|multi_tensor",
+    "optimizer": r"^_(rows|columns|squares|momentum|symmetric)|multi_tensor",
     "compiled": r"^triton_",
 }
 """Patterns of kernel names by purpose; the first match counts, the rest is other."""
@@ -42,27 +42,34 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model size and the number of sequences per step."""
+    """A model size, and the number of sequences per step and per forward pass."""
 
     size: str
     rows: int
+    pass_rows: int
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        size, _, rows = text.partition(":")
-        if size not in SIZES or not rows.isdigit() or int(rows) < 1:
-            hint = "" if size in SIZES else f" ({nearest(size, SIZES)})"
-            raise UserError(f"{text!r}: a case is SIZE:SEQUENCES, such as 0.5B:8{hint}")
-        return cls(size, int(rows))
+        match = re.fullmatch(r"([^:]+):([0-9]+)(?:/([0-9]+))?", text)
+        size, rows, pass_rows = (match[1], int(match[2]), int(match[3] or match[2])) if match else (text, 0, 1)
+        if size not in SIZES or not pass_rows or not rows or rows % pass_rows:
+            hint = "" if size in SIZES or match is None else f" ({nearest(size, SIZES)})"
+            raise UserError(
+                f"{text!r}: a case is SIZE:SEQUENCES, such as 0.5B:8, or SIZE:SEQUENCES/SEQUENCES PER PASS, such as "
+                f"0.5B:128/16{hint}"
+            )
+        return cls(size, rows, pass_rows)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements of one architecture in one case."""
+    """Measurements of one recipe in one case."""
 
-    architecture: str
+    architecture: Recipe
     size: str
     rows: int
+    passes: int
+    """Forward passes per step."""
     context: int
     step_ms: Interval
     ratio: Interval
@@ -79,7 +86,8 @@ class Result:
     first_step_s: float
     """Seconds from building the model to the end of its first step."""
     parts_ms: dict[str, float]
-    """Time of each part, measured separately and without a CUDA graph; `constraint` is what it adds to `optimizer`."""
+    """Time of each part, measured separately and without a CUDA graph; forward and backward are those of one pass,
+    `constraint` is what it adds to `optimizer`."""
     kernels: list[tuple[str, int, float]]
     """Name, calls per step and milliseconds per step of the longest kernels, if profiled."""
     groups_ms: dict[str, float]
@@ -90,16 +98,20 @@ class TrainingModel:
     """A model in training on random tokens with the frequencies of words, different in each step: the speed of a GPU at
     its power limit depends on the numbers that it multiplies."""
 
-    def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype, compiled: bool):
+    def __init__(
+        self, recipe: Recipe, case: Case, context: int, device: torch.device, dtype: torch.dtype, compiled: bool
+    ) -> None:
         start = time.perf_counter()
+        train = TrainConfig(model=ModelConfig.size(case.size, context=context)).with_recipe(recipe)
+        config, rows = train.model, case.rows
         with device:  # weights need not equal those drawn on the CPU
             model = build(config)
-        self.engine = Engine(model, OptimizerConfig(weight_decay=0.0), dtype, compiled)
+        self.engine = Engine(model, dataclasses.replace(train.optimizer, weight_decay=0.0), dtype, compiled)
         frequencies = 1 / torch.arange(1.0, config.vocab_size + 1, device=device)
         tokens = torch.multinomial(frequencies, BATCHES * rows * (config.context + 1), replacement=True)
         tokens = tokens.view(BATCHES, rows, config.context + 1)
         self.batches = [Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), None) for x in tokens]
-        self.rows, self.device, self.number = rows, device, 0
+        self.case, self.device, self.number = case, device, 0
         self.step()
         synchronize(device)
         self.first_step_s = time.perf_counter() - start
@@ -107,10 +119,16 @@ class TrainingModel:
 
     @property
     def batch(self) -> Batch:
+        """The batch of the next step."""
         return self.batches[self.number % BATCHES]
 
+    @property
+    def pass_batch(self) -> Batch:
+        """The part of it in one forward pass."""
+        return self.batch.rows(0, self.case.pass_rows)
+
     def step(self) -> Tensor:
-        self.engine.backward(self.batch, self.rows)
+        self.engine.backward(self.batch, self.case.pass_rows)
         self.number += 1
         return self.engine.step(self.number, LR)
 
@@ -136,7 +154,7 @@ class TrainingModel:
         for i in range(rounds):
             with attention_backends():
                 with timed(self.device, seconds["forward"]):
-                    loss = self.engine.compute(*self.batch)
+                    loss = self.engine.compute(*self.pass_batch)
                 with timed(self.device, seconds["backward"]):
                     torch.autograd.backward(loss)
             del loss
@@ -172,9 +190,9 @@ class TrainingModel:
 
 def record_alike(subjects: Sequence[TrainingModel]) -> None:
     """Record a CUDA graph for all models if `angpt train` would for any; otherwise near the limit they would differ."""
-    if any(subject.engine.launch_bound(subject.batch) for subject in subjects):
+    if any(subject.engine.launch_bound(subject.pass_batch) for subject in subjects):
         for subject in subjects:
-            subject.engine.record(subject.batch)
+            subject.engine.record(subject.pass_batch)
 
 
 def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
@@ -187,7 +205,7 @@ def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
 
 def bench_train(
     case: Case,
-    architectures: Sequence[str],
+    recipes: Sequence[Recipe],
     context: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -198,13 +216,12 @@ def bench_train(
     profile: int,
     progress: Callable[[str], None],
 ) -> list[Result]:
-    """Measure all architectures in one case; the first is the baseline."""
+    """Measure all recipes in one case; the first is the baseline."""
     torch.compiler.reset()  # the compiler gives up after eight versions of a block
     subjects: dict[str, TrainingModel] = {}
-    for name in architectures:
+    for name in recipes:
         progress(f"{name}: building, compiling, first step")
-        config = ModelConfig.size(case.size, architecture=name, context=context)
-        subjects[name] = TrainingModel(config, case.rows, device, dtype, compiled)
+        subjects[name] = TrainingModel(name, case, context, device, dtype, compiled)
     record_alike([*subjects.values()])
     progress(f"{warmup} steps to warm up")
     functions = {name: subject.step for name, subject in subjects.items()}
@@ -223,9 +240,10 @@ def bench_train(
                 architecture=name,
                 size=case.size,
                 rows=case.rows,
+                passes=case.rows // case.pass_rows,
                 context=context,
                 step_ms=step.times(1e3),
-                ratio=ratio(seconds[name], seconds[architectures[0]]),
+                ratio=ratio(seconds[name], seconds[recipes[0]]),
                 tokens_per_s=tokens / step.mean,
                 mfu=flops / step.mean / peak,
                 memory_gib=subject.memory_gib,
@@ -256,10 +274,12 @@ def tables(results: Sequence[Result]) -> list[Table]:
             )
             for r in results
         ],
-        f"{first.size}, {first.rows} × {first.context:,} tokens per step",
+        f"{first.size}, {first.rows} × {first.context:,} tokens per step"
+        + (f" in {first.passes} passes" if first.passes > 1 else ""),
     )
     rows = [(r.architecture, *(f"{r.parts_ms[name]:.2f}" for name in PARTS)) for r in results]
-    found = [steps, Table(("", *PARTS), rows, "Parts of a step, ms")]
+    title = "Parts of a step, ms" if first.passes == 1 else "Parts of a step, ms; forward and backward of one pass"
+    found = [steps, Table(("", *PARTS), rows, title)]
     if first.kernels:
         shown = [group for group in first.groups_ms if any(r.groups_ms[group] > 0 for r in results)]
         rows = [(group, *(f"{r.groups_ms[group]:.2f}" for r in results)) for group in shown]

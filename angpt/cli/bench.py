@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import arg
 
-from angpt.config import Device, Precision, Step
+from angpt.config import Device, Precision, Step, TrainConfig
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
 # Options of several commands.
-Architectures = Annotated[tuple[str, ...], arg(help="Architectures to measure; the first is the baseline.")]
+Architectures = Annotated[
+    tuple[str, ...],
+    arg(help="Architectures to measure, the first is the baseline; angpt:muon is anGPT trained by Muon."),
+]
 Context = Annotated[int, arg(help="Tokens per sequence.")]
 Rounds = Annotated[int, arg(help="Rounds; each measures everything once.")]
 On = Annotated[Device, arg(help="Where to run; the GPU if there is one.")]
@@ -44,10 +47,11 @@ def train(
 
     All architectures of a case run in one process and take turns (A B C, C B A, B C A …), so that drift of the machine
     affects all equally; a multiple of six rounds gives three architectures every order equally often. A step is that of
-    `angpt train` with all sequences in one pass, without reading data, logging and evaluation.
+    `angpt train` without reading data, logging and evaluation.
 
     Args:
-        cases: SIZE:SEQUENCES, one or more, such as 0.5B:8 32M:32.
+        cases: SIZE:SEQUENCES, in one pass, or SIZE:SEQUENCES/SEQUENCES PER PASS; one or more, such as 32M:32
+            0.5B:128/16.
         warmup: Steps of each architecture before the first measurement; 3, but 40 on a GPU, whose clocks take seconds
             to settle.
         steps: Steps in a round.
@@ -80,13 +84,14 @@ def train(
 
 def optimizer(
     size: str = "32M",
-    architectures: Architectures = ARCHITECTURES,
+    architectures: Architectures = (*ARCHITECTURES, "gpt+:muon", "ngpt:muon", "angpt:muon"),
     rounds: Rounds = 10,
     device: On = "auto",
     precision: In = "auto",
     out: Out = None,
 ) -> None:
-    """One optimizer step with clipping and constraint, compared with PyTorch's and with the bytes that it must move.
+    """One step of Adam or Muon with clipping and constraint, compared with PyTorch's and with a lower bound: the bytes
+    that it must move, and the matrix products of Muon.
 
     Args:
         size: Model size.
@@ -113,12 +118,10 @@ def moments(
     """
     from angpt.bench.moments import bench_moments, tables
     from angpt.bench.train import Case
-    from angpt.config import ModelConfig
 
     chosen = Case.parse(case)
     console, where, dtype = _start(device, precision, architectures, rounds=rounds, context=context)
-    configs = [ModelConfig.size(chosen.size, architecture=name, context=context) for name in architectures]
-    options = (configs, chosen.rows, where, dtype, where.type == "cuda", rounds)
+    options = (architectures, chosen, context, where, dtype, rounds)
     _measure(console, where, out, {case: lambda _: bench_moments(*options)}, tables)
 
 
@@ -200,7 +203,7 @@ def _start(
         if value < 1:
             raise UserError(f"--{option} {value}: must be at least 1")
     for name in architectures:
-        architecture(name)
+        architecture(TrainConfig().with_recipe(name).model.architecture)
     where, console = present(choose_device(device)), Console()
     found = environment(where)
     console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)

@@ -70,13 +70,18 @@ def row_scale(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
+def groups(rows: int, columns: int) -> tuple[int, ...]:
+    """The number of iterations in each group, for matrices of this shape."""
+    return OBLONG if max(rows, columns) >= 2 * min(rows, columns) else SQUARE
+
+
 def orthogonalize(x: Tensor) -> Tensor:
     """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0."""
     rows, columns = x.shape[-2:]
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=TINY)
     x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
-    for iterations in OBLONG if max(rows, columns) >= 2 * min(rows, columns) else SQUARE:
+    for iterations in groups(rows, columns):
         short = x if rows <= columns else x.mT
         gram = symmetric_product(short, short)
         factor = polynomial = symmetric_polynomial(gram, *COEFFICIENTS)

@@ -11,7 +11,7 @@ from angpt.bench import optimizer
 from angpt.bench.measure import in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, OptimizerConfig
 from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.stats import Interval
@@ -49,8 +49,9 @@ def test_an_interval_of_a_ratio_covers_the_truth():
 
 
 def test_cases():
-    assert Case.parse("0.5B:8") == Case("0.5B", 8)
-    for text in ("0.5B", "0.5B:0", "0.5B:x", "7B:8"):
+    assert Case.parse("0.5B:8") == Case("0.5B", 8, 8)
+    assert Case.parse("0.5B:128/16") == Case("0.5B", 128, 16)
+    for text in ("0.5B", "0.5B:0", "0.5B:x", "7B:8", "32M:8/3", "32M:8/0", "32M:8/"):
         with pytest.raises(UserError, match="SIZE:SEQUENCES"):
             Case.parse(text)
 
@@ -60,8 +61,15 @@ def test_bytes_of_an_optimizer_step():
     model = build(ModelConfig(d_model=32, n_layers=1, n_heads=2, vocab_size=64, context=16))
     matrices = sum(p.numel() for p in model.matrices().values())
     vectors = model.parameter_count() - matrices
-    assert optimizer.floor_bytes(model, low_precision=True) == matrices * (2 + 2 + 24 + 2) + vectors * (8 + 24)
-    assert optimizer.floor_bytes(model, low_precision=False) == model.parameter_count() * 32
+    adam, muon = OptimizerConfig(), OptimizerConfig(name="muon")
+    assert optimizer.floor_bytes(model, adam, low_precision=True) == matrices * (2 + 2 + 24 + 2) + vectors * (8 + 24)
+    assert optimizer.floor_bytes(model, adam, low_precision=False) == model.parameter_count() * 32
+    hidden = 16 * 32**2  # q, k, v, p of 32 × 32; u, z, d of 32 × 128
+    saved = optimizer.floor_bytes(model, adam, True) - optimizer.floor_bytes(model, muon, True)
+    assert saved == hidden * (16 - 8 - 4)  # the second moment, less an update in bf16, written and read
+    square, oblong = 5 * (3 * 32**3 + 32**3), 3 * 3 * 32**2 * 128 + (5 + 2 * 3) * 32**3
+    products = 4 * square + 3 * oblong
+    assert (optimizer.floor_flops(model, adam), optimizer.floor_flops(model, muon)) == (0, products)
 
 
 def test_training_on_the_cpu(tmp_path, capsys):
