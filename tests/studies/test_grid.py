@@ -97,7 +97,7 @@ def test_multiples_are_of_the_rule(read, architecture):
     group = Group(architecture, "125M", "2.048k")
     model = run_config(config, Point(group, 128, 1.0, 0)).model
     rule, (parameters, _) = rule_for(architecture), count(model)
-    lr, batch = rule.lr_at(parameters), rule.batch_at(parameters, 2048)
+    lr, batch = rule.lr_at(parameters, 2048), rule.batch_at(parameters, 2048, 2048)
     lines = start_lines(config.grid[0], group, config)
     assert list(lines) == sorted([4096, batch // 2, 2 * batch])
     for rates in lines.values():
