@@ -173,8 +173,10 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(size))
+        self.constant = torch.tensor(factor, device="cpu").item()  # rounded as the tensor is
         # A tensor: torch.compile would recompile for each value of a Python number, that is for each layer.
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
+        self.register_load_state_dict_post_hook(RMSNorm.fill_factor)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         return scaled_rms(x, self.gamma * self.factor)
@@ -182,6 +184,13 @@ class RMSNorm(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         self.gamma.fill_(1.0)
+        self.fill_factor()
+
+    def fill_factor(self, *_: object) -> None:
+        """Set the factor, which no state dict holds and which a model made on the meta device lacks."""
+        if self.factor.is_meta:
+            self.factor = torch.empty_like(self.factor, device=self.gamma.device)
+        self.factor.fill_(self.constant)
 
 
 class Context(NamedTuple):

@@ -35,7 +35,8 @@ def architecture(name: str) -> type[Decoder]:
 
 def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
     """A model, initialised from the seed. It is made on the CPU, or on the device of a surrounding `with
-    torch.device(…)`, where the same seed gives other numbers; on "meta" it has no storage."""
+    torch.device(…)`, where the same seed gives other numbers. On "meta" it has no storage until `to_empty`, followed by
+    `init_weights` or `load_state_dict`, or `load_state_dict(…, assign=True)`."""
     model = architecture(cfg.architecture)(cfg)
     device = model.W_h.weight.device
     if device.type != "meta":
@@ -79,7 +80,7 @@ class LNScaling(GPTPlus):
             return RMSNorm(size, factor=1 / math.sqrt(self.layer))
 
         def design(self) -> Design:
-            return replace(super().design(), input_factors=(float(self.norm_a.factor),))  # type: ignore[arg-type]
+            return replace(super().design(), input_factors=(self.norm_a.constant,))  # type: ignore[arg-type]
 
 
 class DynamicTanh(nn.Module):

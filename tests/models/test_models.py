@@ -201,3 +201,22 @@ def test_parameters_stay_fp32_under_autocast(architecture):
     with torch.autocast("cpu", torch.bfloat16):
         model(some_tokens(1, 8), some_tokens(1, 8)).backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_model_from_the_meta_device_is_the_model(name):
+    cfg = ModelConfig(architecture=name, **TINY)
+    expected, tokens = build(cfg, seed=3), some_tokens(2, 8)
+    with torch.device("meta"):
+        made = [build(cfg) for _ in range(3)]
+    initialised, loaded, assigned = made
+    for model in (initialised, loaded):
+        model.to_empty(device="cpu")
+        for x in (*model.parameters(), *model.buffers()):
+            x.detach().fill_(torch.nan)  # what memory holds by chance
+    initialised.init_weights(torch.Generator().manual_seed(3))
+    loaded.load_state_dict(expected.state_dict())
+    assigned.load_state_dict(expected.state_dict(), assign=True)
+    for model in made:
+        assert torch.equal(model(tokens), expected(tokens))
+        assert model.design() == expected.design()
