@@ -54,10 +54,15 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def inverse_root(square: Tensor) -> Tensor:
+    """1 / sqrt(square), and 1 for 0, so that the gradient of a zero vector is finite."""
+    return torch.where(square > 0, torch.rsqrt(square + EPS), 1.0)
+
+
 def norm(x: Tensor) -> Tensor:
     """x / ‖x‖ along the last dimension, in at least fp32."""
     x = wide(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    return x * inverse_root(x.square().sum(-1, keepdim=True))
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
@@ -89,7 +94,7 @@ class InputNorm(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         if hasattr(self, "a"):
             return torch.tanh(self.a * h) * self.gamma * self.factor
-        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * (self.gamma * self.factor)
+        return h * inverse_root(h.square().mean(-1, keepdim=True)) * (self.gamma * self.factor)
 
 
 class AnGPTBlock(nn.Module):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from angpt.operations import operation
 
-# Added under the root of norm and rms, so that a zero vector gives zero. Negligible in float64 comparisons (relative
-# error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
+# Added under the root of norm and rms, so that a tiny vector does not become long. Negligible in float64 comparisons
+# (relative error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
 EPS = 1e-20
 
 
@@ -23,16 +23,22 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def inverse_root(square: Tensor) -> Tensor:
+    """1 / sqrt(square), and 1 for 0, so that a zero vector is passed on, and its gradient too. 1 / sqrt(EPS) would
+    multiply that by 1e10 in each layer; 0 would keep a matrix that starts at zero there."""
+    return torch.where(square > 0, torch.rsqrt(square + EPS), 1.0)
+
+
 def norm(x: Tensor) -> Tensor:
-    """x / ‖x‖₂ along the last dimension; zero for a zero vector."""
+    """x / ‖x‖₂ along the last dimension; zero for a zero vector, with the gradient of the identity."""
     w = wide(x)
-    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (w * inverse_root(w.square().sum(-1, keepdim=True))).to(x.dtype)
 
 
 def rms(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x²)) along the last dimension; zero for a zero vector."""
+    """x / sqrt(mean(x²)) along the last dimension; zero for a zero vector, with the gradient of the identity."""
     w = wide(x)
-    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (w * inverse_root(w.square().mean(-1, keepdim=True))).to(x.dtype)
 
 
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:

@@ -220,3 +220,18 @@ def test_a_model_from_the_meta_device_is_the_model(name):
     for model in made:
         assert torch.equal(model(tokens), expected(tokens))
         assert model.design() == expected.design()
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_matrices_that_start_at_zero_can_learn(name):
+    model = build(ModelConfig(architecture=name, **(TINY | {"n_layers": 8})))
+    with torch.no_grad():
+        model.W_e.weight.zero_()
+        for block in model.blocks:
+            block.W_p.weight.zero_()
+            block.W_d.weight.zero_()
+    model(some_tokens(2, 8), some_tokens(2, 8, seed=1)).backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad.isfinite().all(), parameter
+        assert p.grad.norm() < 1e6, parameter  # 16 updates with a factor of 2 are 7e4
+    assert float(model.W_e.weight.grad.norm()) > 0
