@@ -261,7 +261,7 @@ def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> t
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("second derivatives of norms need fp32, float64 or --kernels off")
+    raise NotImplementedError("second derivatives of norms need fp32, float64 or ANGPT_KERNELS=off")
 
 
 # Not a triton_op, which the compiler would replace by its kernel, so that `fusion` could not recognise it.

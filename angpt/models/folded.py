@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
-from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.primitives import EPS, Context, rotary_angles, rotate
+from angpt.models.primitives import EPS, Context, check_tokens, rotary_angles, rotate
 from angpt.operations import operation
 
 
@@ -180,8 +179,7 @@ class Folded(nn.Module):
 
     def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """The residual stream after the last layer, (B, T, d_m)."""
-        if tokens.shape[1] > self.cfg.context:
-            raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
+        check_tokens(tokens, self.cfg.context)
         ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from angpt.errors import UserError
 from angpt.operations import operation
 
 # Added under the root of norm and rms, so that a tiny vector does not become long. Negligible in float64 comparisons
@@ -227,6 +228,21 @@ def normed_heads(
     q, k, v = split_heads(qkv, d_head)
     q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
     return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
+
+
+def check_tokens(tokens: Tensor, context: int, **others: Tensor | None) -> None:
+    """Raise an error unless tokens are (B, T), not empty, and fit the context, and the others have their shape."""
+    shape = tuple(tokens.shape)
+    if len(shape) != 2:
+        hint = "; tokens[None] is a batch of one sequence" if len(shape) == 1 else ""
+        raise UserError(f"tokens have shape {shape}, but a model takes (B, T){hint}")
+    if 0 in shape:
+        raise UserError(f"tokens have shape {shape}: an empty batch has neither logits nor a loss")
+    if shape[1] > context:
+        raise UserError(f"sequence of {shape[1]} tokens, but the model's context is {context}")
+    for name, x in others.items():
+        if x is not None and x.shape != tokens.shape:
+            raise UserError(f"{name} have shape {tuple(x.shape)}, but the tokens {shape}: each token needs one entry")
 
 
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:

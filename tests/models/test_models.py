@@ -127,11 +127,6 @@ def test_hidden_states_lead_to_the_logits(architecture):
     assert torch.equal(model.head(states[-1]), model(tokens))
 
 
-def test_too_long_a_sequence_is_refused():
-    with pytest.raises(UserError, match=r"17 tokens.*context is 16"):
-        tiny()(some_tokens(1, 17))
-
-
 def test_start_depends_on_the_seed_alone(architecture):
     cfg = ModelConfig(architecture=architecture, **TINY)
     torch.manual_seed(1)
@@ -235,3 +230,24 @@ def test_matrices_that_start_at_zero_can_learn(name):
         assert p.grad.isfinite().all(), parameter
         assert p.grad.norm() < 1e6, parameter  # 16 updates with a factor of 2 are 7e4
     assert float(model.W_e.weight.grad.norm()) > 0
+
+
+def test_tokens_and_targets_of_a_wrong_shape_are_refused(architecture):
+    from angpt.inference.fold import fold
+
+    model = build(ModelConfig(architecture=architecture, **TINY))
+    for take in (model, fold(model), model.hidden_states, model.input_lengths):
+        with pytest.raises(UserError, match=r"shape \(8,\), but a model takes \(B, T\); tokens\[None\] is"):
+            take(some_tokens(8))
+        with pytest.raises(UserError, match=r"shape \(1, 2, 3\), but a model takes \(B, T\)$"):
+            take(some_tokens(1, 2, 3))
+        for shape in ((0, 8), (2, 0)):
+            with pytest.raises(UserError, match=rf"shape \({shape[0]}, {shape[1]}\): an empty batch"):
+                take(some_tokens(*shape))
+        with pytest.raises(UserError, match="sequence of 17 tokens, but the model's context is 16"):
+            take(some_tokens(1, 17))
+    for wrong in ((8, 2), (16,), (2, 7)):  # the first two have as many entries
+        with pytest.raises(UserError, match=r"targets have shape .*, but the tokens \(2, 8\): each token needs one"):
+            model(some_tokens(2, 8), some_tokens(*wrong))
+        with pytest.raises(UserError, match=r"documents have shape .*, but the tokens \(2, 8\)"):
+            model(some_tokens(2, 8), documents=some_tokens(*wrong))
