@@ -38,7 +38,7 @@ class BlockNorms:
     """Length of the first linear map's input: the normed stream in GPT+, the stream itself elsewhere."""
     output: float | None
     """Length of the last linear map's output, with its factors, before any norm."""
-    update: float | None
+    added: float | None
     """Length of what the update adds: the residual stream after it minus the stream that enters."""
     after: float | None
     """Length of the residual stream after the update."""
@@ -46,15 +46,15 @@ class BlockNorms:
     maps: float | None
     """output / input."""
     relative_update: float | None
-    """update / stream."""
+    """added / stream."""
     growth: float | None
     """after / stream."""
 
     @classmethod
     def of(cls, *lengths: float | None) -> "BlockNorms":
         """From the five lengths, in the order of the fields."""
-        stream, input, output, update, after = lengths
-        return cls(*[*lengths, ratio(output, input), ratio(update, stream), ratio(after, stream)])
+        stream, input, output, added, after = lengths
+        return cls(*[*lengths, ratio(output, input), ratio(added, stream), ratio(after, stream)])
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class NormProbe(Probe):
 
     def leave(self, part: str, layer: int, h: Tensor) -> None:
         self.add(part, "after", layer, h)
-        self.add(part, "update", layer, wide(h) - wide(self.before))
+        self.add(part, "added", layer, wide(h) - wide(self.before))
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
         if name in FIRST_MAPS:
@@ -131,7 +131,7 @@ class NormProbe(Probe):
 
     def blocks(self, part: str) -> tuple[BlockNorms, ...]:
         """Lengths and ratios of the attention or MLP of each layer."""
-        names = ("stream", "input", "output", "update", "after")
+        names = ("stream", "input", "output", "added", "after")
         return tuple(
             BlockNorms.of(*(self.found[part, name, layer].stats().mean for name in names))
             for layer in range(self.layers)
