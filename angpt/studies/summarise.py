@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from angpt.present.words import label, overhead, quantity
+from angpt.present.words import label, overhead, quantity, speedup
 from angpt.results import Cost, Result, Row, RunResult, SpeedUp
 from angpt.stats import (
     Deviation,
@@ -226,6 +226,8 @@ def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], co
         sentences.append("Too noisy to tell which is better" if noisy else "One seed: no intervals")
     if gain := _gain(rows, name, best.architecture, base, bounds=not noisy):
         sentences.append(gain)
+    if average := _average(rows, best.architecture):
+        sentences.append(average)
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
         sentences.append(_time(cost.overhead))
@@ -252,6 +254,24 @@ def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: 
     if s.high > WIDE * s.low:
         return f"{needs} {s.low:.2f}× to {s.high:.2f}× the tokens: too noisy to tell the speed-up"
     return f"{needs} {s.value:.2f}× the tokens [{s.low:.2f}, {s.high:.2f}]"
+
+
+def _average(rows: Sequence[Row], architecture: str) -> str | None:
+    """The paper's measure: the mean of the speed-ups over budgets. None unless several are known, and not too noisy.
+
+    Its interval has the means of their ends: all errors come from the baseline's curve, and may have the same sign.
+    """
+    own = [row.speedup_tokens for row in rows if row.architecture == architecture and row.speedup_tokens]
+    known = [s for s in own if s.relation == "="]
+    if len(known) < 2:
+        return None
+    mean = sum(s.value for s in known) / len(known)
+    ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
+    low, high = (sum(end) / len(end) for end in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)
+    if low is not None and high is not None and high > WIDE * low:
+        return None
+    of = f"{len(known)} budgets" if len(known) == len(own) else f"{len(known)} of {len(own)} budgets where it is known"
+    return f"The average speed-up over the {of} is {speedup(mean, low, high)}"
 
 
 def _time(overhead: Interval) -> str:
