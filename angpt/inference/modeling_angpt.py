@@ -162,7 +162,7 @@ class AnGPTBlock(nn.Module):
             nu = torch.rsqrt(alpha.square() + (1 - alpha).square()) if graph["nu_alpha"] else 1.0
             h = ((1 - alpha) * h + alpha * x) * (nu * graph["update_factor"])
         else:
-            h = h + x
+            h = (h + x) * graph["update_factor"]
         return norm(h) if graph["update_norm"] else h
 
 
@@ -205,6 +205,8 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.W_h = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if graph["s_z"]:
             self.s_z = Scale(config.vocab_size, config.scales["s_z"])
+        if graph["s_h"]:
+            self.s_h = Scale(config.hidden_size, config.scales["s_h"])
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -261,6 +263,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
+        h = h * self.s_h() if self.config.graph["s_h"] else h
         logits = wide(linear(h, self.W_h))
         return logits * self.s_z() if self.config.graph["s_z"] else logits
 

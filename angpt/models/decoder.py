@@ -102,7 +102,8 @@ class Decoder(nn.Module, ABC):
         blocks = [block.design() for block in self.blocks]  # type: ignore[operator]
         layers = tuple(factor for design in blocks for factor in design.input_factors or (1.0,))
         scales = dict(self.named_children())
-        return replace(blocks[0], input_factors=layers, s_z="s_z" in scales, embed_scale="embed_scale" in scales)
+        learned = {name: name in scales for name in ("s_z", "s_h", "embed_scale")}
+        return replace(blocks[0], input_factors=layers, **learned)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or the mean cross-entropy if targets (B, T) are given (−100: ignored).

@@ -58,7 +58,7 @@ class Layer(nn.Module):
         # The attention scale, which multiplies q: one number, or in nGPT one per dimension.
         shape = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
         self.gain = None if shape is None else parameter(*shape)
-        vectors = (parameter(cfg.d_model) if design.lerp else None for _ in range(4))
+        vectors = (parameter(cfg.d_model) if design.weighted_update else None for _ in range(4))
         self.keep_a, self.add_a, self.keep_m, self.add_m = vectors
         self.slope_a, self.slope_m = (parameter(1) if design.input == "tanh" else None for _ in range(2))
 
