@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from angpt.constraints import Constraint as Constraint
     from angpt.constraints import apply_constraints as apply_constraints
     from angpt.constraints import constrain as constrain
+    from angpt.constraints import constraints_of as constraints_of
     from angpt.constraints import largest_violation as largest_violation
+    from angpt.constraints import left_out as left_out
     from angpt.errors import UserError as UserError
     from angpt.inference.fold import fold as fold
     from angpt.inference.generate import generate as generate
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 # Imported at first use, so that `angpt --help` does not wait for torch.
 _PUBLIC = {
     "config": ("SIZES", "ModelConfig"),
-    "constraints": ("Constraint", "apply_constraints", "constrain", "largest_violation"),
+    "constraints": ("Constraint", "apply_constraints", "constrain", "constraints_of", "largest_violation", "left_out"),
     "errors": ("UserError",),
     "inference.fold": ("fold",),
     "inference.generate": ("generate",),

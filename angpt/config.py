@@ -284,8 +284,13 @@ loss is a mean, and `record_moments`, whose records are summed over a whole run.
 
 def differences(one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS) -> list[str]:
     """Dotted names of the settings that differ, without those in `ignored`."""
-    first, second = _flat(dataclasses.asdict(one)), _flat(dataclasses.asdict(two))
+    first, second = settings_of(one), settings_of(two)
     return [name for name, value in first.items() if value != second[name] and name not in ignored]
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """The values of all settings by their dotted names."""
+    return _flat(dataclasses.asdict(config))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

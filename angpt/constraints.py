@@ -1,11 +1,16 @@
 """Constraints on weight matrices: vectors along a dimension have length 1 (`unit`) or at most 1 (`bound`).
 
-A model declares them as data, which the optimiser step, sharding, export and analysis read.
+A model declares them as data, which the optimiser step, sharding, export and analysis read. `constrain` holds them, and
+those of any other network, under any PyTorch optimizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +21,31 @@ from angpt.errors import UserError
 # Smaller than the square root of any fp32 number, with a finite reciprocal: keeps zero vectors from becoming NaN.
 TINY = 1e-30
 
+MAPS = (
+    nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention,
+    nn.RNNBase, nn.RNNCellBase,
+)  # fmt: skip
+"""Modules whose weights have one vector for each index of their first dimension: an output, a filter or a token."""
+FROZEN = "left as they are, because they are frozen"
+NAMES = 20
+"""Most names in a warning."""
+
 
 @dataclass(frozen=True)
 class Constraint:
     """The vectors of a matrix along `dim` have length 1 (`unit`, nGPT) or at most 1 (`bound`, anGPT)."""
 
     kind: Literal["unit", "bound"]
-    dim: int
+    dim: int | tuple[int, ...]
+    """The dimensions that one vector spans: one of a matrix, all but the first of the filters of a convolution."""
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("unit", "bound"):
+            raise UserError(f"unknown kind of constraint {self.kind!r}: known: bound, unit")
 
-@runtime_checkable
-class Constrained(Protocol):
-    """A module that declares the constraints of its parameters by name."""
-
-    def constraints(self) -> Mapping[str, Constraint]: ...
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
 
 def is_matrix(p: Tensor) -> bool:
@@ -37,7 +53,7 @@ def is_matrix(p: Tensor) -> bool:
     return p.ndim == 2
 
 
-def norms(weight: Tensor, dim: int) -> Tensor:
+def norms(weight: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     """Lengths of the vectors along `dim` (keepdim)."""
     return torch.linalg.vector_norm(weight, dim=dim, keepdim=True)
 
@@ -70,56 +86,162 @@ def project_columns_(
 
 @torch.no_grad()
 def excess(weight: Tensor, constraint: Constraint) -> Tensor:
-    """Violation of the constraint by each vector: | ‖w‖ − 1 | (unit) or max(‖w‖ − 1, 0) (bound)."""
-    over = norms(weight, constraint.dim) - 1
-    return over.abs() if constraint.kind == "unit" else over.clamp(min=0)
+    """Violation of the constraint by each vector: | ‖w‖ − 1 | (unit) or max(‖w‖ − 1, 0) (bound); infinite for NaN."""
+    lengths = norms(weight, constraint.dim)
+    over = (lengths.full_tensor() if hasattr(lengths, "full_tensor") else lengths) - 1  # a DTensor is sharded
+    return (over.abs() if constraint.kind == "unit" else over.clamp(min=0)).nan_to_num(math.inf, math.inf)
 
 
-def rows_bounded(module: nn.Module) -> dict[str, Constraint]:
-    """The constraint of the paper for any network: each row of a linear map or an embedding has at most length 1."""
-    return {
-        f"{name}.weight" if name else "weight": Constraint("bound", dim=1)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear | nn.Embedding)
-    }
+def constraints_of(module: nn.Module) -> dict[str, Constraint]:
+    """The constraints of a network, by the names of its parameters.
+
+    A part of the network with a method `constraints`, like the models of this package, declares its own. Elsewhere the
+    paper's bound applies: the vector of each output of a linear map (also inside attention and recurrent layers), of
+    each filter of a convolution, and of each token of an embedding has at most length 1.
+    """
+    return {name: constraint for name, constraint in _find(module) if constraint is not None}
 
 
-def constraints_of(module: nn.Module) -> Mapping[str, Constraint]:
-    """The constraints that the module declares; if it declares none, every row bounded."""
-    return module.constraints() if isinstance(module, Constrained) else rows_bounded(module)
+def left_out(module: nn.Module) -> list[str]:
+    """The parameters of at least two dimensions for which `constraints_of` knows no constraint."""
+    constrained = {p for _, p, _ in _resolve(module, constraints_of(module))}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name, constraint in _find(module) if constraint is None and named[name] not in constrained]
 
 
 def apply_constraints(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> None:
-    """Project every constrained parameter, in place."""
-    for weight, constraint in _resolve(module, constraints):
-        project_(weight, constraint)
+    """Project every constrained parameter, in place, except frozen ones, which a warning names."""
+    targets = _resolve(module, constraints)
+    _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
+    for _, weight, constraint in targets:
+        if weight.requires_grad:
+            project_(weight, constraint)
 
 
 def largest_violation(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> float:
-    """Largest violation of a constraint by any vector; 0 if nothing is constrained."""
-    return max((float(excess(w, c).max()) for w, c in _resolve(module, constraints)), default=0.0)
+    """Largest violation of a constraint by any vector, also of frozen parameters; infinite if one has a NaN, 0 if
+    nothing is constrained."""
+    found = (excess(weight, constraint) for _, weight, constraint in _resolve(module, constraints))
+    return max((float(x.max()) for x in found if x.numel()), default=0.0)
 
 
 def constrain(
     optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Mapping[str, Constraint] | None = None
 ) -> RemovableHandle:
-    """Apply the constraints now and after every step of any PyTorch optimizer."""
-    pairs = _resolve(module, constraints)
+    """Apply the constraints now and after every step of any PyTorch optimizer.
 
-    def after_step(*_: Any) -> None:
-        for weight, constraint in pairs:
-            project_(weight, constraint)
+    Only parameters that the optimizer updates are changed: those in its groups that are not frozen. A warning names
+    constrained parameters that are frozen or belong to no group, and those that `constraints_of` leaves out.
 
-    after_step()
-    return optimizer.register_step_post_hook(after_step)
+    Args:
+        optimizer: Its copies by `copy.deepcopy` and `pickle` apply the constraints too; those by `copy.copy` do not.
+        module: The network, also inside DDP, `fully_shard`, `torch.compile` or a larger network.
+        constraints: By names of parameters; those of `constraints_of` unless given.
+
+    Returns:
+        A handle; its method `remove` ends the constraints.
+    """
+    targets = _resolve(module, constraints)
+    owned = _parameters(optimizer)
+    _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
+    others = [t.name for t in targets if t.weight.requires_grad and t.weight not in owned]
+    _warn("left as they are, because this optimizer does not update them", others)
+    projection = _Projection([(t.weight, t.constraint) for t in targets])
+    projection(optimizer)
+    return _attach(projection, optimizer)
 
 
-def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) -> list[tuple[nn.Parameter, Constraint]]:
-    named = dict(module.named_parameters())
-    chosen = constraints_of(module) if constraints is None else constraints
-    for name, constraint in chosen.items():
+class _Target(NamedTuple):
+    name: str
+    weight: nn.Parameter
+    constraint: Constraint
+
+
+class _Projection:
+    """Hook of an optimizer that projects the parameters which the optimizer updates."""
+
+    def __init__(self, pairs: list[tuple[nn.Parameter, Constraint]]) -> None:
+        self.pairs = pairs
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        owned = _parameters(optimizer)  # may grow, and parameters may be frozen, from one step to the next
+        for weight, constraint in self.pairs:
+            if weight.requires_grad and weight in owned:
+                project_(weight, constraint)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+def _attach(projection: _Projection, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+    # PyTorch drops the hooks of an optimizer that is copied. deepcopy and pickle look for this method in the instance.
+    optimizer.__reduce_ex__ = partial(_reduce, optimizer)  # type: ignore[method-assign]
+    return optimizer.register_step_post_hook(projection)
+
+
+def _reduce(optimizer: torch.optim.Optimizer, protocol: Any) -> tuple[Any, ...]:
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    projections = [hook for hook in hooks if isinstance(hook, _Projection)]
+    return _rebuild, (projections, *type(optimizer).__reduce_ex__(optimizer, protocol))
+
+
+def _rebuild(
+    projections: list[_Projection],
+    make: Callable[..., torch.optim.Optimizer],
+    arguments: Any,
+    state: Any = None,
+    *_: Any,
+) -> torch.optim.Optimizer:
+    optimizer = make(*arguments)
+    if state is not None:
+        optimizer.__setstate__(state)
+    for projection in projections:
+        _attach(projection, optimizer)
+    return optimizer
+
+
+def _find(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Constraint | None]]:
+    """The constraint of each parameter; None for one of at least two dimensions that is left out."""
+    if callable(inspect.getattr_static(module, "constraints", None)):  # wrappers pass on attributes, not names
+        yield from ((prefix + name, constraint) for name, constraint in module.constraints().items())  # type: ignore[operator]
+        return
+    for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+        if isinstance(p, nn.UninitializedParameter):
+            raise UserError(f"{prefix}{name} has no shape yet: run a forward pass before it is constrained")
+        if p.ndim > 1:
+            known = isinstance(module, MAPS) and "weight" in name
+            yield prefix + name, Constraint("bound", tuple(range(1, p.ndim)) if p.ndim > 2 else 1) if known else None
+    for name, part in module.named_children():
+        yield from _find(part, f"{prefix}{name}.")
+
+
+def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) -> list[_Target]:
+    """The constrained parameters, those under several names once. Warns of parameters left out by default."""
+    for part in module.modules():
+        if type(part).__name__ == "FullyShardedDataParallel" and not (
+            part._use_orig_params and part.sharding_strategy.name == "NO_SHARD"  # type: ignore[union-attr]
+        ):
+            raise UserError("FullyShardedDataParallel flattens matrices, so no row is known: use fully_shard instead")
+    if constraints is None:
+        constraints = constraints_of(module)
+        _warn("without a constraint (give them one, or none, with `constraints`)", left_out(module), stacklevel=4)
+    named, found = dict(module.named_parameters(remove_duplicate=False)), dict[Tensor, _Target]()
+    for name, constraint in constraints.items():
         if name not in named:
             raise UserError(f"constraint on {name!r}, which is not a parameter of the {type(module).__name__}")
-        if not -named[name].ndim <= constraint.dim < named[name].ndim:
-            raise UserError(f"constraint along dimension {constraint.dim} of {name!r}, which has {named[name].ndim}")
-    return [(named[name], constraint) for name, constraint in chosen.items()]
+        weight, size = named[name], named[name].ndim
+        if wrong := [d for d in constraint.dims if not -size <= d < size]:
+            raise UserError(f"constraint along dimension {wrong[0]} of {name!r}, which has {size}")
+        target = _Target(name, weight, Constraint(constraint.kind, tuple(d % size for d in constraint.dims)))
+        same = found.setdefault(weight, target)
+        if same.constraint != target.constraint:
+            raise UserError(f"{same.name} and {name} are one tensor with two constraints: give one with `constraints`")
+    return list(found.values())
+
+
+def _warn(what: str, names: Sequence[str], stacklevel: int = 3) -> None:
+    """Warn of parameters, in one line, in the name of the caller's caller."""
+    if names:
+        more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+        warnings.warn(f"{what}: {', '.join(names[:NAMES])}{more}", stacklevel=stacklevel)

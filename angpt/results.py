@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -100,6 +101,8 @@ class Row:
     speedup_seconds: SpeedUp | None
     runs: tuple[str, ...]
     """Names of the runs at this point, one per seed."""
+    settings: str = ""
+    """What else tells it from rows of the same architecture, size and budget; empty in a study, which has one."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,14 @@ class Result:
         """The sentences of all sizes."""
         several = len(self.verdicts) > 1
         return "\n".join(f"{size}: {text}" if several else text for size, text in self.verdicts.items())
+
+    @property
+    def leaders(self) -> tuple[Row, ...]:
+        """Of rows with the same architecture, size and budget, the one with the lowest loss."""
+        found: dict[tuple[str, str, int], Row] = {}
+        for row in sorted(self.rows, key=lambda row: row.val_loss.mean if row.val_loss else math.inf):
+            found.setdefault((row.architecture, row.size, row.tokens), row)
+        return tuple(row for row in self.rows if row in found.values())
 
     def of_size(self, size: str) -> "Result":
         """The rows, costs and verdict of one size, with the runs of these rows alone."""

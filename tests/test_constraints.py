@@ -1,13 +1,29 @@
+import copy
+import io
+import pickle
+import warnings
+
 import pytest
 import torch
+import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import angpt
-from angpt.constraints import Constraint, apply_constraints, largest_violation, norms, project_
+from angpt.constraints import (
+    Constraint,
+    apply_constraints,
+    constraints_of,
+    excess,
+    largest_violation,
+    left_out,
+    norms,
+    project_,
+)
 from angpt.models.variants import build
 from tests.models.conftest import TINY, some_tokens
+from tests.training.ranks import spread
 
 matrices = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000), st.sampled_from([1e-9, 0.1, 1, 30]))
 dims = st.sampled_from([0, 1])
@@ -102,3 +118,241 @@ def test_wrong_names_and_dimensions_are_refused():
         apply_constraints(net, {"wieght": Constraint("bound", 1)})
     with pytest.raises(angpt.UserError, match="dimension 2 of 'weight'"):
         apply_constraints(net, {"weight": Constraint("bound", 2)})
+    with pytest.raises(angpt.UserError, match=r"0\.weight has no shape yet: run a forward pass"):
+        largest_violation(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(angpt.UserError, match="unknown kind of constraint 'bounded': known: bound, unit"):
+        Constraint("bounded", 1)
+
+
+LAYERS = {
+    "attention": lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
+    "packed attention": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "lstm": lambda: nn.LSTM(5, 8, num_layers=2, bidirectional=True, proj_size=3),
+    "gru cell": lambda: nn.GRUCell(5, 8),
+    "embedding bag": lambda: nn.EmbeddingBag(7, 5),
+    "bilinear": lambda: nn.Bilinear(4, 5, 3),
+    "conv1d": lambda: nn.Conv1d(4, 6, 3, groups=2),
+    "conv2d": lambda: nn.Conv2d(4, 6, 3),
+    "conv3d": lambda: nn.Conv3d(4, 6, 2),
+    "linear": lambda: nn.Linear(4, 6),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_output_of_a_layer_of_pytorch_is_bounded(layer):
+    net = nn.Sequential(LAYERS[layer]())
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(3.0)
+    weights = {name: p for name, p in net.named_parameters() if p.ndim > 1}
+    assert set(constraints_of(net)) == set(weights)
+    assert largest_violation(net) > 2  # sees them before they are projected
+    angpt.constrain(torch.optim.SGD(net.parameters()), net)
+    for p in weights.values():
+        torch.testing.assert_close(p.detach().flatten(1).norm(dim=1), torch.ones(len(p)))
+    assert all(float(p.detach().max()) == 3.0 for p in net.parameters() if p.ndim == 1)  # biases are not maps
+    assert largest_violation(net) < 1e-6
+
+
+class Positions(nn.Module):
+    """A network with matrices whose outputs no rule knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.full((4, 3), 5.0))
+        self.up = nn.ConvTranspose1d(3, 2, 2)
+        self.down = nn.Linear(3, 3)
+
+
+def test_parameters_that_are_left_out_are_named():
+    net = nn.Sequential(Positions())
+    assert left_out(net) == ["0.table", "0.up.weight"]
+    line = r"^without a constraint \(give them one, or none, with `constraints`\): 0.table, 0.up.weight$"
+    optimizer = torch.optim.SGD(net.parameters())
+    for call in (apply_constraints, largest_violation, lambda net: angpt.constrain(optimizer, net)):
+        with pytest.warns(UserWarning, match=line) as caught:
+            call(net)
+        assert [w.filename for w in caught] == [__file__]  # points to the caller's line
+    assert float(net[0].table.detach().max()) == 5.0
+    chosen = constraints_of(net) | {"0.table": Constraint("bound", 1), "0.up.weight": Constraint("bound", (0, 2))}
+    apply_constraints(net, chosen)  # one's own choice is silent
+    assert largest_violation(net, chosen) < 1e-6
+    torch.testing.assert_close(net[0].table.detach().norm(dim=1), torch.ones(4))
+
+
+def test_a_long_warning_ends_with_a_number():
+    net = nn.ParameterList(torch.ones(2, 2) for _ in range(23))
+    with pytest.warns(UserWarning, match=r": 0, 1, .*, 19 and 3 more$"):
+        largest_violation(net)
+
+
+WRAPPERS = {
+    "sequence": lambda model: nn.Sequential(nn.Identity(), model),
+    "module": nn.DataParallel,
+    "compiled": torch.compile,
+    "compiled in a sequence": lambda model: nn.Sequential(torch.compile(model)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_a_wrapped_model_keeps_its_declaration(architecture, wrapper):
+    model = build(angpt.ModelConfig(architecture=architecture, **TINY))
+    wrapped = WRAPPERS[wrapper](model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.5
+    before = copy.deepcopy(model)
+    named, names = dict(wrapped.named_parameters()), {p: name for name, p in model.named_parameters()}
+    found = {names[named[name]]: constraint for name, constraint in constraints_of(wrapped).items()}
+    assert found == dict(model.constraints())
+    assert largest_violation(wrapped) == largest_violation(model)
+    angpt.constrain(torch.optim.SGD(wrapped.parameters()), wrapped)
+    apply_constraints(before)
+    for one, other in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_declaration_ends_where_its_model_ends():
+    net = nn.Sequential(build(angpt.ModelConfig(architecture="gpt+", **TINY)), nn.Linear(4, 2))
+    assert constraints_of(net) == {"1.weight": Constraint("bound", 1)}
+    net.constraints = [1, 2]  # an attribute of the same name is no declaration
+    assert constraints_of(net) == {"1.weight": Constraint("bound", 1)}
+
+
+def test_tied_weights_are_constrained_once():
+    net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    net[1].weight = net[0].weight
+    with torch.no_grad():
+        net[0].weight.fill_(3.0)
+    angpt.constrain(torch.optim.SGD(net.parameters()), net)
+    assert largest_violation(net) < 1e-6
+    tied = {"0.weight": Constraint("unit", 1), "1.weight": Constraint("unit", -1)}
+    assert largest_violation(net, tied) < 1e-6
+    with pytest.raises(angpt.UserError, match=r"0.weight and 1.weight are one tensor with two constraints"):
+        largest_violation(net, tied | {"1.weight": Constraint("unit", 0)})
+
+
+def test_frozen_weights_stay_as_they_are_and_are_named():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        net[0].weight.fill_(3.0)
+        net[1].weight.fill_(3.0)
+    net[0].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    line = "^left as they are, because they are frozen: 0.weight$"
+    with pytest.warns(UserWarning, match=line):
+        angpt.constrain(optimizer, net)
+    with pytest.warns(UserWarning, match=line):
+        apply_constraints(net)
+    assert float(net[0].weight.min()) == 3.0
+    assert largest_violation(net) == pytest.approx(5.0)  # a measurement: of all that is there
+    net[0].weight.requires_grad_(True)
+    optimizer.step()
+    assert largest_violation(net) < 1e-6
+
+
+def test_parameters_of_another_optimizer_stay_as_they_are_and_are_named():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        net[0].weight.fill_(3.0)
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="^left as they are, because this optimizer does not update them: 0.weight$"):
+        angpt.constrain(optimizer, net)
+    optimizer.step()
+    assert float(net[0].weight.detach().min()) == 3.0
+    optimizer.add_param_group({"params": net[0].parameters()})
+    optimizer.step()
+    assert largest_violation(net) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["unit", "bound"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_vector_that_is_not_finite_is_a_violation(kind, value):
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        net[1].weight[1, 1] = value
+    declared = {"0.weight": Constraint(kind, 1), "1.weight": Constraint(kind, 1)}
+    assert largest_violation(net, declared) == torch.inf
+    assert largest_violation(net, dict(reversed(declared.items()))) == torch.inf
+    assert excess(net[1].weight, declared["1.weight"]).isfinite().flatten().tolist() == [True, False, True]
+    assert largest_violation(nn.Embedding(0, 3)) == 0.0
+
+
+def pickled(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+def saved(pair):
+    file = io.BytesIO()
+    torch.save(pair, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_copy_of_an_optimizer_applies_the_constraints(optimizer, copied):
+    net = nn.Linear(4, 3)
+    optimizer = optimizer(net.parameters(), lr=1.0)
+    handle = angpt.constrain(optimizer, net)
+    for generation in range(3):  # a copy of a copy is a copy
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert largest_violation(net) < 1e-6, generation
+        net, optimizer = copied((net, optimizer))
+    original = torch.optim.SGD(net.parameters(), lr=100.0)
+    handle = angpt.constrain(original, net)
+    handle.remove()
+    net, optimizer = copied((net, original))
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert largest_violation(net) > 1
+
+
+def on_ranks():
+    """The violation before and after a step of each architecture in DDP and FSDP, and what FSDP of old answers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    found = {}
+    for architecture in ("gpt+", "ngpt", "angpt"):
+        for name, wrap in (("ddp", nn.parallel.DistributedDataParallel), ("fsdp", fully_shard)):
+            model = build(angpt.ModelConfig(architecture=architecture, **TINY))
+            for p in model.matrices().values():
+                p.detach().mul_(50)
+            wrapped = wrap(model)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+            angpt.constrain(optimizer, wrapped)
+            wrapped(some_tokens(2, 8), some_tokens(2, 8, seed=1)).backward()
+            optimizer.step()
+            whole = build(angpt.ModelConfig(architecture=architecture, **TINY))
+            parts = model.state_dict().items()
+            whole.load_state_dict({n: p.full_tensor() if name == "fsdp" else p for n, p in parts})
+            rows = {n: Constraint("bound", 1) for n in whole.matrices()}
+            found[architecture, name] = (
+                largest_violation(wrapped),
+                largest_violation(whole),
+                largest_violation(whole, rows),
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        old = FullyShardedDataParallel(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    try:
+        largest_violation(old)
+    except angpt.UserError as error:
+        found["old"] = str(error)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_keep_the_declaration():
+    for found in spread(on_ranks, 2):
+        assert found.pop("old").endswith("use fully_shard instead")
+        for (architecture, _), (sharded, whole, rows) in found.items():
+            assert sharded == pytest.approx(whole, abs=1e-6)
+            assert whole < 1e-6
+            assert (rows > 0.1) == (architecture != "angpt")  # nGPT's columns are constrained, GPT+ is not

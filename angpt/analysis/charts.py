@@ -79,8 +79,8 @@ def norms(analysis: Analysis) -> Chart | Absent:
         title=title,
         caption="At the last checkpoint, on validation text. Residual stream: mean length before each layer and after "
         "the last (“out”), with its standard deviation over tokens. Last map over first map: mean length after the "
-        "last linear map of a block over that before its first. Update over stream: what the residual stream receives "
-        "from the block over the stream. Solid: attention, dashed: MLP.",
+        "last linear map of a block over that before its first. Update over stream: what the residual update adds "
+        "to the stream (after minus before) over the stream. Solid: attention, dashed: MLP.",
         alt=f"Line charts by layer. Length of the stream into the first layer and after the last: {'; '.join(ends)}.",
         columns=("run", "layer", "stream", "std", "attention_maps", "attention_update", "mlp_maps", "mlp_update"),
         rows=tuple(

@@ -4,7 +4,9 @@
 
 - `maps`: the output of the block's last linear map over the input of its first. Only this reading makes the paper's
   numbers for GPT+ possible: it excludes the norms before and after the block.
-- `relative_update`: what the block adds to the residual stream over the stream that enters it.
+- `relative_update`: what the update adds to the residual stream, that is the stream after it minus the stream before
+  it, over the stream before it. This is the output of the block in GPT+, and α (x − h) ν(α), with the change that ν(α)
+  or the norm makes, where the update interpolates.
 - `growth`: the residual stream after the update over the stream before it.
 """
 
@@ -18,6 +20,7 @@ from angpt.analysis.history import History
 from angpt.analysis.probe import Lengths, Probe, Stats, length, ratio
 from angpt.constraints import norms as lengths_along
 from angpt.models.decoder import Block, Decoder
+from angpt.models.primitives import wide
 from angpt.training.moments import matrix_group
 
 ON_BOUND = 1e-3
@@ -35,23 +38,23 @@ class BlockNorms:
     """Length of the first linear map's input: the normed stream in GPT+, the stream itself elsewhere."""
     output: float | None
     """Length of the last linear map's output, with its factors, before any norm."""
-    update: float | None
-    """Length of the input of the residual update."""
+    added: float | None
+    """Length of what the update adds: the residual stream after it minus the stream that enters."""
     after: float | None
     """Length of the residual stream after the update."""
 
     maps: float | None
     """output / input."""
     relative_update: float | None
-    """update / stream."""
+    """added / stream."""
     growth: float | None
     """after / stream."""
 
     @classmethod
     def of(cls, *lengths: float | None) -> "BlockNorms":
         """From the five lengths, in the order of the fields."""
-        stream, input, output, update, after = lengths
-        return cls(*[*lengths, ratio(output, input), ratio(update, stream), ratio(after, stream)])
+        stream, input, output, added, after = lengths
+        return cls(*[*lengths, ratio(output, input), ratio(added, stream), ratio(after, stream)])
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,30 @@ class NormProbe(Probe):
 
     def __init__(self, layers: int, skip: int = 0) -> None:
         self.layers, self.skip = layers, skip
+        self.before = torch.empty(0)
         self.found: defaultdict[tuple[str, str, int], Lengths] = defaultdict(Lengths)
 
     def add(self, part: str, what: str, layer: int, x: Tensor) -> None:
         self.found[part, what, layer].add(length(x[:, self.skip :]))
 
     def attention(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        self.add("attention", "stream", layer, h)
-        self.add("attention", "update", layer, x)
+        self.enter("attention", layer, h)
 
     def mlp(self, layer: int, block: Block, h: Tensor, x: Tensor) -> None:
-        self.add("attention", "after", layer, h)
-        self.add("mlp", "stream", layer, h)
-        self.add("mlp", "update", layer, x)
+        self.leave("attention", layer, h)
+        self.enter("mlp", layer, h)
 
     def output(self, layer: int, h: Tensor) -> None:
-        self.add("mlp", "after", layer, h)
+        self.leave("mlp", layer, h)
+
+    def enter(self, part: str, layer: int, h: Tensor) -> None:
+        """The stream before an update, which is kept until after it."""
+        self.add(part, "stream", layer, h)
+        self.before = h
+
+    def leave(self, part: str, layer: int, h: Tensor) -> None:
+        self.add(part, "after", layer, h)
+        self.add(part, "added", layer, wide(h) - wide(self.before))
 
     def linear(self, layer: int, block: Block, name: str, x: Tensor, scale: Tensor | float, y: Tensor) -> None:
         if name in FIRST_MAPS:
@@ -120,7 +131,7 @@ class NormProbe(Probe):
 
     def blocks(self, part: str) -> tuple[BlockNorms, ...]:
         """Lengths and ratios of the attention or MLP of each layer."""
-        names = ("stream", "input", "output", "update", "after")
+        names = ("stream", "input", "output", "added", "after")
         return tuple(
             BlockNorms.of(*(self.found[part, name, layer].stats().mean for name in names))
             for layer in range(self.layers)

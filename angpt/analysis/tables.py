@@ -60,9 +60,9 @@ def ratios(runs: Measured[Norms]) -> Table:
         ("", *(f"{label(name)}, paper" for name in ("gpt+", "angpt")), *(run.label for run, _ in runs)),
         rows,
         "Mean output norm over mean input norm of the blocks",
-        "maps: after the block's last linear map over before its first; update: what the residual stream receives over "
-        "the stream; stream: the stream after the update over the stream before. The paper (0.5B) does not say which "
-        "it means; its values for GPT+ are possible for maps only.",
+        "maps: after the block's last linear map over before its first; update: what is added to the residual stream "
+        "(after minus before) over the stream; stream: the stream after the update over the stream before. The paper "
+        "(0.5B) does not say which it means; its values for GPT+ are possible for maps only.",
         name="ratios",
     )
 

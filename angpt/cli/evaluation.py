@@ -67,7 +67,7 @@ def evaluate(
 
     from angpt.evaluation import evaluate as evaluation
     from angpt.evaluation.results import show
-    from angpt.evaluation.spread import evaluate_parts, own_part
+    from angpt.evaluation.spread import command_line, evaluate_parts, own_part
     from angpt.evaluation.subjects import open_subject
     from angpt.evaluation.tasks import PAPER, choose
 
@@ -84,7 +84,11 @@ def evaluate(
     files = None if requests is None else evaluation.read_requests(requests, chosen if tasks else None)
     part = own_part(subjects)
     if part is None:
-        evaluate_parts(settings.device, len(subjects))
+        arguments = command_line(
+            models, data=data, tasks=tasks, limit=limit, tokenizer=tokenizer, requests=requests, device=device,
+            precision=precision, batch_tokens=batch_tokens,
+        )  # fmt: skip
+        evaluate_parts(settings.device, len(models), arguments)
     results = []
     for subject in subjects if part is None else part:
         evaluator = evaluation.Evaluator(subject, settings, display)

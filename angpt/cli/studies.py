@@ -241,14 +241,15 @@ def report(
 
     Args:
         folders: The folder of a study, or run folders.
-        out: Folder for report.html and figures/; that of the study, or report, unless given.
+        out: Folder for report.html and figures/; that of the study, or report, unless given. Runs that cannot be
+            compared, for example of different sizes, have a page each, in folders below it.
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
     from rich.console import Console
 
-    from angpt.report import write_pages, write_report
+    from angpt.report import write_pages
+    from angpt.studies.folders import summarise_runs
     from angpt.studies.study import FILE, Study
-    from angpt.studies.summarise import summarise_runs
     from angpt.training.run import Run
 
     if not folders:
@@ -265,6 +266,6 @@ def report(
             raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
         command = f"angpt report {shlex.join(map(str, folders))}"
         target = out or Path("report")
-        pages = [write_report(target, list(folders), summarise_runs(folders, chosen), target, [command])]
+        pages = write_pages(target, summarise_runs(folders, chosen), target, [command], folders)
     for page in pages:
         Console().print(f"report: {page}", highlight=False, soft_wrap=True)

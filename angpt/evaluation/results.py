@@ -15,6 +15,8 @@ from angpt.present import tables
 from angpt.system import write_atomically
 
 RESULTS, SCORES = Path("eval/results.json"), Path("eval/scores")
+SHOWN = 6
+"""Characters of a checksum that a table shows."""
 FORMS = ((10, ".4f"), (100, ".3f"), (1e6, ".2f"))
 """Formats of numbers below a limit."""
 
@@ -136,12 +138,19 @@ class Line:
 
 
 def lines(models: Sequence[Results]) -> list[Line]:
-    """Everything that any of the models was evaluated on; values in one row can be compared."""
+    """Everything that any of the models was evaluated on; values in one row can be compared.
+
+    Other tokens of the same name, and tasks with other data, another tokenizer or another version of the harness, have
+    rows of their own, whose labels say so.
+    """
     found = []
     by_data = [{(r.data, r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
-    for data in dict.fromkeys(key for losses in by_data for key in losses):
+    keys = list(dict.fromkeys(key for losses in by_data for key in losses))
+    for data in keys:
         own = [losses.get(data) for losses in by_data]
-        label, size = f"{data[0]} {data[1]}", f"{next(r.tokens for r in own if r is not None):,}"
+        tokens = {key[2] for key in keys if key[:2] == data[:2]}
+        label = f"{data[0]} {data[1]}" + (f", tokens {data[2][:SHOWN]}" if len(tokens) > 1 else "")
+        size = f"{next(r.tokens for r in own if r is not None):,}"
         columns = {
             "loss": tuple((r.loss, r.stderr) if r else None for r in own),
             "perplexity": tuple((r.perplexity, None) if r else None for r in own),
@@ -150,12 +159,24 @@ def lines(models: Sequence[Results]) -> list[Line]:
         found += [Line(label, metric, False, size, values) for metric, values in columns.items() if any(values)]
     for task in TASKS.values():
         results = [m.task(task.name) for m in models]
-        for samples, limit in dict.fromkeys((r.samples, r.origin.limit) for r in results if r is not None):
-            values = [r if r and (r.samples, r.origin.limit) == (samples, limit) else None for r in results]
-            size = f"{samples:,}" if limit is None else f"{samples:,} of {task.samples:,}"
+        origins = {(r.samples, r.origin): r.origin for r in results if r is not None}
+        for samples, origin in origins:
+            values = [r if r and (r.samples, r.origin) == (samples, origin) else None for r in results]
+            size = f"{samples:,}" if origin.limit is None else f"{samples:,} of {task.samples:,}"
             pairs = tuple((r.value, r.stderr) if r else None for r in values)
-            found.append(Line(task.label, task.metric, task.higher, size, pairs))
+            label = ", ".join([task.label, *marks(origin, list(origins.values()))])
+            found.append(Line(label, task.metric, task.higher, size, pairs))
     return found
+
+
+def marks(origin: Origin, others: Sequence[Origin]) -> list[str]:
+    """What tells an origin from others of the same task, besides the limit."""
+    parts = {"lm-eval": "harness", "data": "data", "tokenizer": "tokenizer"}
+    return [
+        f"{words} {getattr(origin, name) if name == 'harness' else getattr(origin, name)[:SHOWN]}"
+        for words, name in parts.items()
+        if len({getattr(other, name) for other in others}) > 1
+    ]
 
 
 def with_error(value: tuple[float, float | None] | None) -> str:

@@ -1,10 +1,11 @@
-"""Several models on the GPUs of one machine: one process per GPU runs the same command for its share of the models."""
+"""Several models on the GPUs of one machine: one process per GPU runs `angpt eval` for its share of the models."""
 
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,15 +29,25 @@ def own_part(models: Sequence[T]) -> Sequence[T] | None:
     return models[index::count]
 
 
-def evaluate_parts(device: torch.device, models: int) -> None:
-    """Run this command in one process per GPU, if there are several, each with its share of the models.
+def command_line(models: Sequence[Path], **options: Any) -> list[str]:
+    """The arguments of `angpt` that evaluate these models with these options; None and () are left out."""
+    found = ["eval", *map(str, models)]
+    for name, value in options.items():
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        if values:
+            found += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return found
+
+
+def evaluate_parts(device: torch.device, models: int, arguments: Sequence[str]) -> None:
+    """Run `angpt` with these arguments in one process per GPU, if there are several, each with its share of the models.
 
     They leave results in the folders of the models; this process repeats what failed, and reports the error.
     """
     count = min(gpus(device), models)
     if count < 2:
         return
-    command = [sys.executable, "-m", "angpt", *sys.argv[1:]]
+    command = [sys.executable, "-m", "angpt", *arguments]
     processes = [subprocess.Popen(command, env=os.environ | {PART: f"{i}/{count}"}) for i in range(count)]
     try:
         for process in processes:

@@ -25,6 +25,12 @@ TILE_BACK, WARPS_BACK = tuning.UPDATE_BACKWARD_TILE, tuning.UPDATE_BACKWARD_WARP
 STAGES, PROGRAMS = tuning.UPDATE_BACKWARD_STAGES, tuning.UPDATE_BACKWARD_PROGRAMS
 
 
+@triton.jit
+def _inverse_root(squares, EPS: tl.constexpr):
+    """primitives.inverse_root."""
+    return tl.where(squares > 0, tl.rsqrt(squares + EPS), 1.0)
+
+
 # u · SiLU(z) · factor, u and z being the halves of one tensor.
 
 
@@ -115,9 +121,9 @@ def _update(
     h = tl.load(h_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)  # keep y in the cache instead
     x = tl.load(x_ptr + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
     a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-    y = a * h + b * x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+    y = a * h + b * x * _inverse_root(tl.sum(x * x, axis=1, keep_dims=True), EPS)
     if NORMED:
-        y *= tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
+        y *= _inverse_root(tl.sum(y * y, axis=1, keep_dims=True), EPS)
     tl.store(y_ptr + at, y, inside)
 
 
@@ -139,11 +145,11 @@ def _update_backward(
         h = tl.load(h_ptr + at, inside, 0.0).to(tl.float32)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) + EPS)
+        inverse = _inverse_root(tl.sum(x * x, axis=1, keep_dims=True), EPS)
         unit = x * inverse
         if NORMED:
             y = a * h + b * unit
-            inverse_y = tl.rsqrt(tl.sum(y * y, axis=1, keep_dims=True) + EPS)
+            inverse_y = _inverse_root(tl.sum(y * y, axis=1, keep_dims=True), EPS)
             y *= inverse_y
             dy = (dy - y * tl.sum(y * dy, axis=1, keep_dims=True)) * inverse_y
         tl.store(dh_ptr + at, a * dy, inside)
@@ -224,7 +230,7 @@ def _rms_backward(
         at, inside = rows * width + cols, (rows < n_rows) & (cols < width)
         x = tl.load(x_ptr + at, inside, 0.0).to(tl.float32)
         dy = tl.load(dy_ptr + at, inside, 0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
+        inverse = _inverse_root(tl.sum(x * x, axis=1, keep_dims=True) / width, EPS)
         unit = x * inverse
         along += dy * unit
         d_unit = dy * gain
@@ -255,7 +261,7 @@ def rms_backward(x: Tensor, gain: Tensor, dy: Tensor, total: Tensor | None) -> t
 
 
 def _refuse(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError("second derivatives of norms need fp32, float64 or --kernels off")
+    raise NotImplementedError("second derivatives of norms need fp32, float64 or ANGPT_KERNELS=off")
 
 
 # Not a triton_op, which the compiler would replace by its kernel, so that `fusion` could not recognise it.

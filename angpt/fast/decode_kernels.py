@@ -244,7 +244,11 @@ class Steps:
         cfg, design = model.cfg, model.design
         self.d, self.d_mlp, self.heads = cfg.d_model, cfg.d_mlp, cfg.n_heads
         self.padded = triton.next_power_of_2(cfg.d_model)
-        self.update = {"LERP": design.lerp, "OUTPUT_NORM": design.output_norm, "UPDATE_NORM": design.update_norm}
+        self.update = {
+            "LERP": design.weighted_update,
+            "OUTPUT_NORM": design.output_norm,
+            "UPDATE_NORM": design.update_norm,
+        }
         self.constants = self.update | {"INPUT_NORM": design.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
         self.qk_norm = design.qk != "plain"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from angpt.fast import tuning
+from angpt.fast.block_kernels import _inverse_root
 from angpt.models.primitives import EPS
 
 # Numbers are compile-time constants of the kernels: Inductor would pass them as float64 and promote the arithmetic.
@@ -41,7 +42,7 @@ def _norm_rotated(x_ptr, partner_ptr, y_ptr, gain_ptr, cos, sin, inside, GAIN: t
     """Store norm(rotate(x)) · gain; all pointers are blocks of pointers."""
     x = tl.load(x_ptr, inside, 0.0).to(tl.float32)
     exchanged = tl.load(partner_ptr, inside, 0.0).to(tl.float32)
-    y = (x * cos + exchanged * sin) * tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) + EPS)
+    y = (x * cos + exchanged * sin) * _inverse_root(tl.sum(x * x, axis=2, keep_dims=True), EPS)
     if GAIN:
         y *= tl.load(gain_ptr)
     tl.store(y_ptr, y, inside)
@@ -77,7 +78,7 @@ def _norm_rotated_backward(
     x = tl.load(x_ptr + row + cols, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + dy_row + cols, inside, 0.0).to(tl.float32)
     dy_exchanged = tl.load(dy_ptr + dy_row + partner, inside, 0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=2, keep_dims=True) + EPS)
+    inverse = _inverse_root(tl.sum(x * x, axis=2, keep_dims=True), EPS)
     unit = x * inverse
     terms = unit
     if GAIN:

@@ -7,14 +7,14 @@ length. Between two tokens the host only launches the graph.
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from angpt.config import Step
-from angpt.errors import UserError
+from angpt.errors import UserError, nearest
 from angpt.fast.decode import by_kernels, supports
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, Layer, decode_step
@@ -53,6 +53,8 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
             return partial(by_kernels, model)
         case "auto":
             return partial(decode_step, model)
+        case _:
+            raise UserError(f"unknown step {step!r}: {nearest(step, get_args(Step))}")
 
 
 class Engine:

@@ -5,9 +5,9 @@
 | γ of GPT+'s norms (with 1/sqrt(l) of LN scaling, γ of DyT) | columns of W_qkv, W_uz, W_h |
 | ν_uz; ν_qkv ν_p; ν_acf ν_d of anGPT | W_uz; W_p; W_d |
 | s_uz and √d_m of nGPT | rows of W_uz |
-| s_z | rows of W_h |
+| s_z; s_h | rows of W_h; its columns |
 | g, or s_qk and √d_k of nGPT | the attention scale: q·k is a sum over products, so s_q and s_k are one vector on q |
-| α, ν(α) | keep = (1 − α) ν(α) and add = α ν(α), two vectors per residual update |
+| α, ν(α) | keep = (1 − α) ν(α) and add = α ν(α), two vectors per residual update; both c for a sum times c |
 | √d_m, the ratio of rms and unit norm | the residual stream: W_e times √d_m; W_qkv, W_uz, W_h divided by it |
 """
 
@@ -46,7 +46,8 @@ def fold(model: Decoder) -> Folded:
     for i, (layer, block) in enumerate(zip(folded.layers, model.blocks, strict=True)):
         fold_block(layer, block, design, design.input_factors[i], stream)
     rows = source.s_z().double()[:, None] if design.s_z else 1.0
-    folded.W_h.copy_(rows * weight.double() * columns(getattr(model, "norm_h", None), 1.0, stream))
+    scale = source.s_h().double() if design.s_h else 1.0
+    folded.W_h.copy_(rows * weight.double() * scale * columns(getattr(model, "norm_h", None), 1.0, stream))
     if folded.slope_h is not None:
         folded.slope_h.copy_(source.norm_h.a)
     check_equal(model, folded, stream)
@@ -99,6 +100,9 @@ def fold_block(layer: Any, block: Any, design: Design, factor: float, stream: fl
     if design.lerp:
         layer.keep_a.data, layer.add_a.data = two_vectors(block.alpha_a(), design)
         layer.keep_m.data, layer.add_m.data = two_vectors(block.alpha_m(), design)
+    elif design.weighted_update:
+        for vector in (layer.keep_a, layer.add_a, layer.keep_m, layer.add_m):
+            vector.fill_(design.update_factor)
     if layer.slope_a is not None:
         layer.slope_a.copy_(block.norm_a.a)
         layer.slope_m.copy_(block.norm_m.a)
@@ -131,11 +135,11 @@ class Operations:
 def operations(design: Design) -> Operations:
     """The operations of one folded layer of this design."""
     norms = (design.input == "rms") + (design.qk != "plain") + design.output_norm + design.update_norm
-    update = "keep·h + add·x" if design.lerp else "h + x"
+    update = "keep·h + add·x" if design.weighted_update else "h + x"
     return Operations(
         residual=f"rms({update})" if design.update_norm else update,
         norms=2 * norms,  # of attention and MLP, or of q and k
-        vectors=4 * design.lerp + (design.qk == "s_qk"),
+        vectors=4 * design.weighted_update + (design.qk == "s_qk"),
         tanh=2 * (design.input == "tanh"),
         norms_at_head=int(design.input == "rms"),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from typing import Literal
 
 from tokenizers import Tokenizer
@@ -96,7 +97,11 @@ def checked(prompts: Prompts, vocab_size: int) -> list[list[int]]:
     """The prompts as lists; an error if one is empty or has a token outside the vocabulary."""
     if isinstance(prompts, Tensor) and (prompts.ndim != 2 or prompts.is_floating_point()):
         raise UserError(f"prompts must be token ids of shape (B, T), not {prompts.dtype} {tuple(prompts.shape)}")
-    rows: list[list[int]] = prompts.tolist() if isinstance(prompts, Tensor) else [list(p) for p in prompts]
+    try:
+        given = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        rows = [[index(token) for token in prompt] for prompt in given]
+    except TypeError as error:
+        raise UserError(f"prompts must be a list of token ids per row ({error}); generate_text takes text") from error
     if not rows or any(not row for row in rows):
         raise UserError("each prompt must have at least one token")
     worst = max((t for row in rows for t in row), key=lambda t: abs(t - vocab_size / 2))

@@ -75,7 +75,7 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
     if fixed not in (None, 1.0):
         raise UserError(f"{cfg.architecture}: exports store g and s_uz as they are, not divided by {fixed:g}")
     scales = {"alpha": stored_gain(model, "alpha_a", "alpha_m"), "s_qk": stored_gain(model, "s_qk")}
-    scales["s_z"] = stored_gain(model, "s_z")
+    scales |= {name: stored_gain(model, name) for name in ("s_z", "s_h")}
     return {
         "architectures": ["AnGPTForCausalLM"],
         "auto_map": {"AutoConfig": f"{CODE}.AnGPTConfig", "AutoModelForCausalLM": f"{CODE}.AnGPTForCausalLM"},

@@ -54,10 +54,15 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def inverse_root(square: Tensor) -> Tensor:
+    """1 / sqrt(square), and 1 for 0, so that the gradient of a zero vector is finite."""
+    return torch.where(square > 0, torch.rsqrt(square + EPS), 1.0)
+
+
 def norm(x: Tensor) -> Tensor:
     """x / ‖x‖ along the last dimension, in at least fp32."""
     x = wide(x)
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+    return x * inverse_root(x.square().sum(-1, keepdim=True))
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
@@ -89,7 +94,7 @@ class InputNorm(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         if hasattr(self, "a"):
             return torch.tanh(self.a * h) * self.gamma * self.factor
-        return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + EPS) * (self.gamma * self.factor)
+        return h * inverse_root(h.square().mean(-1, keepdim=True)) * (self.gamma * self.factor)
 
 
 class AnGPTBlock(nn.Module):
@@ -157,7 +162,7 @@ class AnGPTBlock(nn.Module):
             nu = torch.rsqrt(alpha.square() + (1 - alpha).square()) if graph["nu_alpha"] else 1.0
             h = ((1 - alpha) * h + alpha * x) * (nu * graph["update_factor"])
         else:
-            h = h + x
+            h = (h + x) * graph["update_factor"]
         return norm(h) if graph["update_norm"] else h
 
 
@@ -200,6 +205,8 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.W_h = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if graph["s_z"]:
             self.s_z = Scale(config.vocab_size, config.scales["s_z"])
+        if graph["s_h"]:
+            self.s_h = Scale(config.hidden_size, config.scales["s_h"])
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -256,6 +263,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
+        h = h * self.s_h() if self.config.graph["s_h"] else h
         logits = wide(linear(h, self.W_h))
         return logits * self.s_z() if self.config.graph["s_z"] else logits
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from angpt.config import ModelConfig
 from angpt.constraints import Constraint, is_matrix, project_
-from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.primitives import (
     Context,
@@ -18,6 +17,7 @@ from angpt.models.primitives import (
     Linear,
     Resettable,
     attend,
+    check_tokens,
     cross_entropy,
     make_context,
     normed_heads,
@@ -102,13 +102,15 @@ class Decoder(nn.Module, ABC):
         blocks = [block.design() for block in self.blocks]  # type: ignore[operator]
         layers = tuple(factor for design in blocks for factor in design.input_factors or (1.0,))
         scales = dict(self.named_children())
-        return replace(blocks[0], input_factors=layers, s_z="s_z" in scales, embed_scale="embed_scale" in scales)
+        learned = {name: name in scales for name in ("s_z", "s_h", "embed_scale")}
+        return replace(blocks[0], input_factors=layers, **learned)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or the mean cross-entropy if targets (B, T) are given (−100: ignored).
 
         `documents` (B, T) is the number of each token's document; attention then stays inside the document.
         """
+        check_tokens(tokens, self.cfg.context, targets=targets)
         h, ctx = self.start(tokens, documents)
         for block in self.blocks:
             h = block(h, ctx)
@@ -135,8 +137,7 @@ class Decoder(nn.Module, ABC):
 
     def start(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Context]:
         """The residual stream and the context that the first block receives."""
-        if tokens.shape[1] > self.cfg.context:
-            raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
+        check_tokens(tokens, self.cfg.context, documents=documents)
         h = self.embed(tokens)
         return h, make_context(h, self.cfg.rotary_dim, self.cfg.rotary_base, documents)
 

@@ -35,10 +35,17 @@ class Design:
     nu_alpha: bool = False
     """The update is multiplied by ν(α)."""
     update_factor: float = 1.0
-    """The update is also multiplied by this number."""
+    """The update, interpolation or sum, is also multiplied by this number."""
     update_norm: bool = False
     """A norm after each residual update."""
     s_z: bool = False
     """The logits are scaled by a learned vector."""
+    s_h: bool = False
+    """The stream is scaled by a learned vector before the head."""
     embed_scale: bool = False
     """The embedding is scaled by a learned number."""
+
+    @property
+    def weighted_update(self) -> bool:
+        """True if the residual update multiplies the stream and the output of the block, and does not only add them."""
+        return self.lerp or self.update_factor != 1.0

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from angpt.config import ModelConfig
-from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.primitives import EPS, Context, rotary_angles, rotate
+from angpt.models.primitives import EPS, Context, check_tokens, rotary_angles, rotate
 from angpt.operations import operation
 
 
@@ -59,7 +58,7 @@ class Layer(nn.Module):
         # The attention scale, which multiplies q: one number, or in nGPT one per dimension.
         shape = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
         self.gain = None if shape is None else parameter(*shape)
-        vectors = (parameter(cfg.d_model) if design.lerp else None for _ in range(4))
+        vectors = (parameter(cfg.d_model) if design.weighted_update else None for _ in range(4))
         self.keep_a, self.add_a, self.keep_m, self.add_m = vectors
         self.slope_a, self.slope_m = (parameter(1) if design.input == "tanh" else None for _ in range(2))
 
@@ -180,8 +179,7 @@ class Folded(nn.Module):
 
     def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """The residual stream after the last layer, (B, T, d_m)."""
-        if tokens.shape[1] > self.cfg.context:
-            raise UserError(f"sequence of {tokens.shape[1]} tokens, but the model's context is {self.cfg.context}")
+        check_tokens(tokens, self.cfg.context)
         ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from angpt.errors import UserError
 from angpt.operations import operation
 
-# Added under the root of norm and rms, so that a zero vector gives zero. Negligible in float64 comparisons (relative
-# error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
+# Added under the root of norm and rms, so that a tiny vector does not become long. Negligible in float64 comparisons
+# (relative error 1e-14 for a vector of length 1e-3), and a normal fp32 number.
 EPS = 1e-20
 
 
@@ -23,16 +24,22 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def inverse_root(square: Tensor) -> Tensor:
+    """1 / sqrt(square), and 1 for 0, so that a zero vector is passed on, and its gradient too. 1 / sqrt(EPS) would
+    multiply that by 1e10 in each layer; 0 would keep a matrix that starts at zero there."""
+    return torch.where(square > 0, torch.rsqrt(square + EPS), 1.0)
+
+
 def norm(x: Tensor) -> Tensor:
-    """x / ‖x‖₂ along the last dimension; zero for a zero vector."""
+    """x / ‖x‖₂ along the last dimension; zero for a zero vector, with the gradient of the identity."""
     w = wide(x)
-    return (w * torch.rsqrt(w.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (w * inverse_root(w.square().sum(-1, keepdim=True))).to(x.dtype)
 
 
 def rms(x: Tensor) -> Tensor:
-    """x / sqrt(mean(x²)) along the last dimension; zero for a zero vector."""
+    """x / sqrt(mean(x²)) along the last dimension; zero for a zero vector, with the gradient of the identity."""
     w = wide(x)
-    return (w * torch.rsqrt(w.square().mean(-1, keepdim=True) + EPS)).to(x.dtype)
+    return (w * inverse_root(w.square().mean(-1, keepdim=True))).to(x.dtype)
 
 
 def lerp(h: Tensor, x: Tensor, alpha: Tensor, nu: Tensor | float = 1.0) -> Tensor:
@@ -173,8 +180,10 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, factor: float = 1.0) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(size))
+        self.constant = torch.tensor(factor, device="cpu").item()  # rounded as the tensor is
         # A tensor: torch.compile would recompile for each value of a Python number, that is for each layer.
         self.register_buffer("factor", torch.tensor(factor), persistent=False)
+        self.register_load_state_dict_post_hook(RMSNorm.fill_factor)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         return scaled_rms(x, self.gamma * self.factor)
@@ -182,6 +191,13 @@ class RMSNorm(nn.Module):
     @torch.no_grad()
     def reset(self) -> None:
         self.gamma.fill_(1.0)
+        self.fill_factor()
+
+    def fill_factor(self, *_: object) -> None:
+        """Set the factor, which no state dict holds and which a model made on the meta device lacks."""
+        if self.factor.is_meta:
+            self.factor = torch.empty_like(self.factor, device=self.gamma.device)
+        self.factor.fill_(self.constant)
 
 
 class Context(NamedTuple):
@@ -212,6 +228,21 @@ def normed_heads(
     q, k, v = split_heads(qkv, d_head)
     q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
     return q if q_gain is None else q * q_gain, k if k_gain is None else k * k_gain, v
+
+
+def check_tokens(tokens: Tensor, context: int, **others: Tensor | None) -> None:
+    """Raise an error unless tokens are (B, T), not empty, and fit the context, and the others have their shape."""
+    shape = tuple(tokens.shape)
+    if len(shape) != 2:
+        hint = "; tokens[None] is a batch of one sequence" if len(shape) == 1 else ""
+        raise UserError(f"tokens have shape {shape}, but a model takes (B, T){hint}")
+    if 0 in shape:
+        raise UserError(f"tokens have shape {shape}: an empty batch has neither logits nor a loss")
+    if shape[1] > context:
+        raise UserError(f"sequence of {shape[1]} tokens, but the model's context is {context}")
+    for name, x in others.items():
+        if x is not None and x.shape != tokens.shape:
+            raise UserError(f"{name} have shape {tuple(x.shape)}, but the tokens {shape}: each token needs one entry")
 
 
 def make_context(h: Tensor, rotary_dim: int, rotary_base: float, documents: Tensor | None = None) -> Context:

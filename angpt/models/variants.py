@@ -12,13 +12,13 @@ from angpt.config import ModelConfig
 from angpt.constraints import Constraint
 from angpt.errors import UserError, nearest
 from angpt.models import factors
-from angpt.models.angpt import AnGPT, AnGPTBlock
+from angpt.models.angpt import AnGPT, AnGPTBlock, stored_scale
 from angpt.models.decoder import Decoder
 from angpt.models.design import Design
 from angpt.models.factors import LerpFactor
 from angpt.models.gptplus import GPTPlus, GPTPlusBlock
 from angpt.models.ngpt import NGPT, NGPTBlock
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp, nu_lerp, rotate, split_heads
+from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp, nu_lerp, rotate, split_heads, swiglu
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -35,7 +35,8 @@ def architecture(name: str) -> type[Decoder]:
 
 def build(cfg: ModelConfig, seed: int = 0) -> Decoder:
     """A model, initialised from the seed. It is made on the CPU, or on the device of a surrounding `with
-    torch.device(…)`, where the same seed gives other numbers; on "meta" it has no storage."""
+    torch.device(…)`, where the same seed gives other numbers. On "meta" it has no storage until `to_empty`, followed by
+    `init_weights` or `load_state_dict`, or `load_state_dict(…, assign=True)`."""
     model = architecture(cfg.architecture)(cfg)
     device = model.W_h.weight.device
     if device.type != "meta":
@@ -79,7 +80,7 @@ class LNScaling(GPTPlus):
             return RMSNorm(size, factor=1 / math.sqrt(self.layer))
 
         def design(self) -> Design:
-            return replace(super().design(), input_factors=(float(self.norm_a.factor),))  # type: ignore[arg-type]
+            return replace(super().design(), input_factors=(self.norm_a.constant,))  # type: ignore[arg-type]
 
 
 class DynamicTanh(nn.Module):
@@ -199,23 +200,80 @@ class NoFactors(AnGPT):
         pass
 
 
+class NoLerpBlock(AnGPTBlock):
+    computes = replace(AnGPTBlock.computes, lerp=False)
+
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__(cfg, layer)
+        del self.alpha_a, self.alpha_m
+
+    def residual_factor(self) -> LerpFactor:
+        return LerpFactor(of_alpha=False)
+
+    def forward(self, h: Tensor, ctx: Context) -> Tensor:
+        h = h + self.attention(h, ctx)
+        return h + self.mlp(h)
+
+
 @variant("angpt/no-lerp")
 class NoLerp(AnGPT):
-    """The plain residual sum, h + x, without α."""
+    """The plain residual sum, h + x, without α and without a factor, so that the stream grows; the paper does not say
+    whether its ablation has the factor (see angpt/no-lerp-with-factor)."""
 
-    class Block(AnGPTBlock):
-        computes = replace(AnGPTBlock.computes, lerp=False)
+    Block = NoLerpBlock
 
-        def __init__(self, cfg: ModelConfig, layer: int) -> None:
-            super().__init__(cfg, layer)
-            del self.alpha_a, self.alpha_m
 
+@variant("angpt/no-lerp-with-factor")
+class NoLerpWithFactor(AnGPT):
+    """The residual sum times 1/sqrt(2), (h + x) / sqrt(2), without α: the length of the stream stays 1 if h and x are
+    independent."""
+
+    class Block(NoLerpBlock):
         def residual_factor(self) -> LerpFactor:
-            return LerpFactor(of_alpha=False)
+            return LerpFactor(of_alpha=False, times=1 / math.sqrt(2))
 
         def forward(self, h: Tensor, ctx: Context) -> Tensor:
-            h = h + self.attention(h, ctx)
-            return h + self.mlp(h)
+            h = (h + self.attention(h, ctx)) * self.nu_lerp.times
+            return (h + self.mlp(h)) * self.nu_lerp.times
+
+
+class NoOutputNormBlock(AnGPTBlock):
+    computes = replace(AnGPTBlock.computes, output_norm=False)
+
+    def attention(self, h: Tensor, ctx: Context) -> Tensor:
+        q, k, v = self.normed_heads(self.W_qkv(h, self.nu.qkv), ctx)
+        return self.W_p(self.attend(q, k, v, ctx, self.g()), self.nu.p)
+
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.W_d(swiglu(self.W_uz(h, self.nu.uz), self.nu.acf), self.nu.d)
+
+
+@variant("angpt/no-output-norm")
+class NoOutputNorm(AnGPT):
+    """No norm after the blocks, so that every constant factor changes the function; q and k are normed."""
+
+    Block = NoOutputNormBlock
+
+
+@variant("angpt/no-output-norm-no-const")
+class NoOutputNormNoConst(AnGPT):
+    """No norm after the blocks, and every constant factor 1."""
+
+    class Block(NoOutputNormBlock, NoConstBlock):
+        pass
+
+
+@variant("angpt/scale-before-head")
+class ScaleBeforeHead(AnGPT):
+    """The learned scale of the logits, s_z, replaced by one of the residual stream before the head: W_h (s_h · h)."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(cfg)
+        del self.s_z
+        self.s_h = LearnedScale(cfg.d_model, init=1.0, scale=stored_scale(cfg))
+
+    def head(self, h: Tensor) -> Tensor:
+        return self.W_h((h * self.s_h()).to(h.dtype))
 
 
 @variant("angpt/attention-factor")

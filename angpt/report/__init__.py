@@ -24,12 +24,19 @@ def write_report(study: Path, runs: Sequence[Path], result: Result, out: Path, c
         raise UserError(f"{out}: the page cannot be written ({error}); choose another --out") from error
 
 
-def write_pages(study: Path, result: Result, out: Path, commands: Sequence[str]) -> list[Path]:
-    """Write the page of each size of a study: the runs at the best point of every architecture and budget."""
+def write_pages(
+    study: Path, result: Result, out: Path, commands: Sequence[str], runs: Sequence[Path] | None = None
+) -> list[Path]:
+    """Write the page of each size of a study: the runs at the best point of every architecture and budget.
+
+    `runs` are the run folders, if they are not those of the study.
+    """
     pages = []
+    known = [study / "runs" / run.name for run in result.runs] if runs is None else runs
     for size in result.sizes:
         shown = result.of_size(size)
         target = out / (size if len(result.sizes) > 1 else "")
-        folders = [path for run in shown.runs if (path := study / "runs" / run.name).exists()]
+        names = {run.name for run in shown.runs}
+        folders = [path for path in known if path.resolve().name in names and path.exists()]
         pages.append(write_report(study, folders, shown, target, commands))
     return pages

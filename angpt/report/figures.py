@@ -42,7 +42,8 @@ def loss_curves(study: Material) -> Chart | Absent:
         return Absent(title, "No run has been evaluated yet.")
     style = looks(study.result.architectures)
     largest = max(run.result.tokens for run in runs)
-    means = {a: _mean_curve([run for run in study.of(a) if run.result.tokens == largest]) for a in style}
+    named = {row.architecture: row.runs for row in study.result.leaders if row.tokens == largest}
+    means = {a: _mean_curve([run for run in study.of(a) if run.result.name in named.get(a, ())]) for a in style}
     seconds, unit = _time_unit(max(run.record.evaluations[-1].seconds for run in runs))
     low, high = _loss_range(runs, largest)
     abscissas: tuple[Callable[[Evaluation], float], ...] = (lambda e: e.tokens, lambda e: e.seconds / seconds)
@@ -125,7 +126,7 @@ def _time_unit(longest: float) -> tuple[float, str]:
 def budgets(study: Material) -> Chart | Absent:
     """Final loss and speed-up against the budget; by architecture, where there is one budget."""
     title = "Final loss and speed-up"
-    finished = (row for row in study.result.rows if row.val_loss is not None)
+    finished = (row for row in study.result.leaders if row.val_loss is not None)
     rows = sorted(finished, key=lambda row: row.tokens)
     if not rows:
         return Absent(title, "No run has finished yet.")

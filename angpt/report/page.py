@@ -43,8 +43,8 @@ class BudgetGroup:
 
     tokens: int
     rows: tuple[Row, ...]
-    best: str | None
-    """The architecture with the lowest mean, if there is something to compare."""
+    best: Row | None
+    """That with the lowest mean, if there is something to compare."""
 
 
 def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, commands: Sequence[str]) -> Path:
@@ -145,7 +145,7 @@ def _groups(result: Result) -> list[BudgetGroup]:
     groups = []
     for tokens in result.budgets:
         rows = tuple(row for row in result.rows if row.tokens == tokens)
-        means = {row.architecture: row.val_loss.mean for row in rows if row.val_loss is not None}
+        means = {row: row.val_loss.mean for row in rows if row.val_loss is not None}
         groups.append(BudgetGroup(tokens, rows, min(means, key=means.__getitem__) if len(means) > 1 else None))
     return groups
 

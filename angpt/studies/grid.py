@@ -27,6 +27,8 @@ class Group:
     """Empty where the study has no sizes."""
     budget: str
     """The budget as it stands in names: 20x, 1.5B."""
+    settings: str = ""
+    """What else tells it from groups of the same architecture, size and budget; empty in a study."""
 
     @property
     def name(self) -> str:

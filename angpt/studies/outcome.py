@@ -18,6 +18,7 @@ def result_table(result: Result) -> Table:
     columns["size"] = [r.size for r in rows]
     columns["parameters"] = [f"{r.parameters / 1e6:,.2f}M" for r in rows]
     columns["budget"] = [r.budget for r in rows]
+    columns["settings"] = [r.settings for r in rows]
     columns["batch"] = [f"{r.batch:,}{EDGE[r.batch_side]}" for r in rows]
     columns["lr"] = [f"{r.lr:g}{EDGE[r.lr_side]}" for r in rows]
     columns["validation loss"] = [_loss(r) for r in rows]

@@ -3,9 +3,8 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from angpt.present.words import label, overhead, quantity
+from angpt.present.words import label, overhead, quantity, speedup
 from angpt.results import Cost, Result, Row, RunResult, SpeedUp
 from angpt.stats import (
     Deviation,
@@ -17,7 +16,7 @@ from angpt.stats import (
     pooled_deviation,
     relative_change,
 )
-from angpt.studies.grid import Group, short
+from angpt.studies.grid import Group
 from angpt.studies.jobs import Job, state_of
 from angpt.studies.search import Loss, Optimum, optimum
 from angpt.studies.speedup import CurvePoint, speed_up
@@ -93,19 +92,6 @@ def choose(group: Group, points: Mapping[tuple[int, float], Sequence[RunResult]]
     return max(found, key=lambda c: (len(c.losses), -sum(c.losses), c.diverged > 0))
 
 
-def summarise_runs(folders: Sequence[Path], baseline: str) -> Result:
-    """The result of any run folders: those of an architecture and budget differ in the seed."""
-    groups: dict[Group, list[RunResult]] = {}
-    for folder in folders:
-        run = run_result(Job(Run.open(folder).config(), folder))
-        groups.setdefault(Group(run.architecture, "", short(run.tokens)), []).append(run)
-    chosen = [
-        Chosen(group, Optimum(runs[0].batch, runs[0].lr, math.inf, 0, 0), 1, tuple(runs))
-        for group, runs in groups.items()
-    ]
-    return summarise(chosen, [run for runs in groups.values() for run in runs], baseline)
-
-
 def summarise(
     chosen: Sequence[Chosen],
     runs: Sequence[RunResult],
@@ -121,14 +107,16 @@ def summarise(
     verdicts: dict[str, str] = {}
     for size in dict.fromkeys(c.group.size for c in chosen):
         members = [c for c in chosen if c.group.size == size]
+        leaders = leading(members)
         # Runs that differ in the seed vary by the same factor at every architecture and budget of a size.
         deviation = pooled_deviation([c.losses for c in members])
         in_tokens = _speed_ups(members, baseline, deviation, lambda run: float(run.tokens))
         in_seconds = _speed_ups(members, baseline, deviation, lambda run: run.seconds or 0.0)
         for c in members:
-            wanted = Group(baseline, size, baseline_budget or c.group.budget)
-            base = next((other for other in members if other.group == wanted and other.losses and other is not c), None)
-            own = spread[c.group]
+            base, own = leaders.get((baseline, baseline_budget or c.group.budget)), spread[c.group]
+            relative = None
+            if base is not None and base is not c and base.losses and c.losses:
+                relative = relative_change(c.losses, base.losses, own, spread[base.group])
             rows[c.group] = Row(
                 architecture=c.group.architecture,
                 size=size,
@@ -143,18 +131,19 @@ def summarise(
                 seeds=len(c.runs),
                 diverged=c.diverged,
                 val_loss=geometric_mean(c.losses, own) if c.losses else None,
-                change=relative_change(c.losses, base.losses, own, spread[base.group]) if base and c.losses else None,
+                change=relative,
                 speedup_tokens=in_tokens.get(c.group),
                 speedup_seconds=in_seconds.get(c.group),
                 runs=tuple(run.name for run in c.runs),
+                settings=c.group.settings,
             )
-        own_costs = _costs(members, baseline)
+        own_costs = _costs(list(leaders.values()), baseline)
         costs += own_costs
         verdicts[size] = "Too few runs have finished for a verdict."
-        if pair := contest(members, baseline):
+        if pair := contest(list(leaders.values()), baseline):
             change = relative_change(pair[0].losses, pair[1].losses, *(spread[c.group] for c in pair))
             best, reference = (rows[c.group] for c in pair)
-            sentence = verdict(best, reference, change, [rows[c.group] for c in members], own_costs)
+            sentence = verdict(best, reference, change, [rows[c.group] for c in leaders.values()], own_costs)
             verdicts[size] = sentence if complete else f"So far: {sentence}"
     ordered = [rows[c.group] for c in chosen]
     return Result(
@@ -162,12 +151,20 @@ def summarise(
     )
 
 
+def leading(members: Sequence[Chosen]) -> dict[tuple[str, str], Chosen]:
+    """For each architecture and budget the group to compare: of several settings, the one with the lowest loss."""
+    found: dict[tuple[str, str], list[Chosen]] = {}
+    for c in members:
+        found.setdefault((c.group.architecture, c.group.budget), []).append(c)
+    return {key: min(group, key=lambda c: mean_log(c.losses) if c.losses else math.inf) for key, group in found.items()}
+
+
 def _speed_ups(
     members: Sequence[Chosen], baseline: str, deviation: Deviation, used: Callable[[RunResult], float]
 ) -> dict[Group, SpeedUp]:
     """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds."""
     points = {c.group: CurvePoint(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
-    base = [point for group, point in points.items() if group.architecture == baseline]
+    base = [points[c.group] for c in leading(members).values() if c.group.architecture == baseline and c.losses]
     uses = pooled_deviation([point.uses for point in points.values()])
     found = {g: speed_up(base, point, deviation, uses) for g, point in points.items() if g.architecture != baseline}
     return {group: value for group, value in found.items() if value is not None}
@@ -229,6 +226,8 @@ def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], co
         sentences.append("Too noisy to tell which is better" if noisy else "One seed: no intervals")
     if gain := _gain(rows, name, best.architecture, base, bounds=not noisy):
         sentences.append(gain)
+    if average := _average(rows, best.architecture):
+        sentences.append(average)
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
         sentences.append(_time(cost.overhead))
@@ -255,6 +254,24 @@ def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: 
     if s.high > WIDE * s.low:
         return f"{needs} {s.low:.2f}× to {s.high:.2f}× the tokens: too noisy to tell the speed-up"
     return f"{needs} {s.value:.2f}× the tokens [{s.low:.2f}, {s.high:.2f}]"
+
+
+def _average(rows: Sequence[Row], architecture: str) -> str | None:
+    """The paper's measure: the mean of the speed-ups over budgets. None unless several are known, and not too noisy.
+
+    Its interval has the means of their ends: all errors come from the baseline's curve, and may have the same sign.
+    """
+    own = [row.speedup_tokens for row in rows if row.architecture == architecture and row.speedup_tokens]
+    known = [s for s in own if s.relation == "="]
+    if len(known) < 2:
+        return None
+    mean = sum(s.value for s in known) / len(known)
+    ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
+    low, high = (sum(end) / len(end) for end in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)
+    if low is not None and high is not None and high > WIDE * low:
+        return None
+    of = f"{len(known)} budgets" if len(known) == len(own) else f"{len(known)} of {len(own)} budgets where it is known"
+    return f"The average speed-up over the {of} is {speedup(mean, low, high)}"
 
 
 def _time(overhead: Interval) -> str:

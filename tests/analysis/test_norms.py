@@ -55,13 +55,13 @@ def test_planted_ratios(planted):
         assert found.stream[layer].mean == pytest.approx(expected, rel=1e-5)
         assert found.stream[layer].std == pytest.approx(0, abs=1e-4)
         attention, mlp = found.attention[layer], found.mlp[layer]
-        assert attention.maps == attention.relative_update == pytest.approx(a, rel=1e-5)
+        assert (attention.maps, attention.relative_update) == pytest.approx((a, a), rel=1e-5)
         assert attention.growth == pytest.approx(1 + a, rel=1e-5)
         assert (attention.stream, attention.input) == pytest.approx((expected, expected), rel=1e-5)
-        assert (attention.output, attention.update) == pytest.approx((a * expected, a * expected), rel=1e-5)
+        assert (attention.output, attention.added) == pytest.approx((a * expected, a * expected), rel=1e-5)
         expected *= 1 + a
         assert attention.after == mlp.stream == pytest.approx(expected, rel=1e-5)
-        assert mlp.maps == mlp.relative_update == pytest.approx(m, rel=1e-5)
+        assert (mlp.maps, mlp.relative_update) == pytest.approx((m, m), rel=1e-5)
         assert mlp.growth == pytest.approx(1 + m, rel=1e-5)
         expected *= 1 + m
     assert found.stream[-1].mean == pytest.approx(expected, rel=1e-5)
@@ -112,9 +112,7 @@ def test_against_a_slow_walk_through_the_model(architecture):
                     after = norm(h + block.alpha_a() * (h_a - h))
                 case _:
                     after = (h + block.alpha_a() * (h_a - h)) * nu_lerp(block.alpha_a())
-            h_m = block.mlp(after)
-            if architecture != "gpt+":
-                h_m = norm(h_m)
+            block.mlp(after)
             h = block(h, ctx)
             nu = getattr(block, "nu", NONE)
             for hook in hooks:
@@ -123,14 +121,30 @@ def test_against_a_slow_walk_through_the_model(architecture):
             assert found.stream[layer].mean == pytest.approx(mean_length(entering), rel=1e-9)
             assert attention.input == pytest.approx(mean_length(seen["W_qkv"]), rel=1e-9)
             assert attention.output == pytest.approx(nu.p * mean_length(seen["W_p"] @ block.W_p.weight.T), rel=1e-9)
-            assert attention.update == pytest.approx(mean_length(h_a), rel=1e-9)
+            assert attention.added == pytest.approx(mean_length(after - entering), rel=1e-9)
+            assert attention.relative_update == pytest.approx(attention.added / attention.stream, rel=1e-12)
             assert attention.after == mlp.stream == pytest.approx(mean_length(after), rel=1e-9)
             assert mlp.input == pytest.approx(mean_length(seen["W_uz"]), rel=1e-9)
             assert mlp.output == pytest.approx(nu.d * mean_length(seen["W_d"] @ block.W_d.weight.T), rel=1e-9)
-            assert mlp.update == pytest.approx(mean_length(h_m), rel=1e-9)
+            assert mlp.added == pytest.approx(mean_length(h - after), rel=1e-9)
             assert mlp.after == pytest.approx(mean_length(h), rel=1e-9)
             assert mlp.maps == pytest.approx(mlp.output / mlp.input, rel=1e-12)
     assert found.stream[-1].mean == pytest.approx(mean_length(h), rel=1e-9)
+
+
+@pytest.mark.parametrize("architecture", ["ngpt", "angpt"])
+def test_a_block_that_hardly_counts_adds_hardly_anything(architecture):
+    """The output of a block is normed, so that its length says nothing; α says how much of it the stream receives."""
+    model = tiny(architecture)
+    apply_constraints(model)  # so that the stream of nGPT starts with length 1
+    with torch.no_grad():
+        for block in model.blocks:
+            block.alpha_a.stored.fill_(1e-3 * block.alpha_a.scale / block.alpha_a.init)
+            block.alpha_m.stored.fill_(1e-2 * block.alpha_m.scale / block.alpha_m.init)
+    found = measure_norms(model, some_batches(count=1))
+    for attention, mlp in zip(found.attention, found.mlp, strict=True):
+        assert 0 < attention.relative_update < 2e-3
+        assert 0.2e-2 < mlp.relative_update < 2e-2
 
 
 def test_gamma_of_every_norm_with_its_constant():

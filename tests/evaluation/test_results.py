@@ -78,6 +78,29 @@ def test_what_cannot_be_compared_stands_in_rows_of_its_own() -> None:
     assert [line.values for line in losses] == [((3.0, 0.01), None), (None, (3.1, 0.01))]
 
 
+@pytest.mark.parametrize(
+    ("change", "mark"),
+    [
+        ({"harness": "0.4.12"}, ("lm-eval 0.4.13", "lm-eval 0.4.12")),
+        ({"data": "0ther-files"}, ("data d1gest", "data 0ther-")),
+        ({"tokenizer": "other"}, ("tokenizer t0ken", "tokenizer other")),
+    ],
+)
+def test_results_of_another_origin_are_marked_and_not_compared(change: dict[str, str], mark: tuple[str, str]) -> None:
+    piqa, other = task_result("piqa", 0.61), task_result("piqa", 0.62)
+    other = dataclasses.replace(other, origin=dataclasses.replace(other.origin, **change))
+    found = lines([Results(evaluated("one"), tasks=(piqa,)), Results(evaluated("two"), tasks=(other,))])
+    assert [line.label for line in found] == [f"PIQA, {words}" for words in mark]
+    assert [line.values for line in found] == [((0.61, 0.0123), None), (None, (0.62, 0.0123))]
+    assert {line.best for line in found} == {None}
+
+
+def test_other_tokens_of_the_same_name_are_marked() -> None:
+    other = dataclasses.replace(TWO, losses=(loss_result(3.1, "other1234"),), tasks=())
+    labels = [line.label for line in lines([dataclasses.replace(ONE, tasks=()), other]) if line.metric == "loss"]
+    assert labels == ["data/x val, tokens same", "data/x val, tokens other1"]
+
+
 def test_numbers_read_well() -> None:
     assert with_error((0.61234, 0.01136)) == "0.6123 ± 0.0114"
     assert with_error((36.9154, None)) == "36.915"

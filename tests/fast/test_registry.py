@@ -21,10 +21,18 @@ def draw(*shape, dtype=DTYPE):
     return torch.randn(*shape, device=DEVICE).to(dtype).requires_grad_()
 
 
+def with_zeros(x):
+    """The same with a zero vector in the first row, which norms pass on."""
+    x.data[0] = 0
+    return x
+
+
 def heads():
     ctx = make_context(torch.zeros(2, 9, 1, device=DEVICE), 16, 1e4)
     gain = torch.rand(4, 1, 32, device=DEVICE, requires_grad=True)
-    return draw(2, 9, 3 * 4 * 32), 32, ctx.cos, ctx.sin, gain, gain
+    qkv = draw(2, 9, 3 * 4 * 32)
+    qkv.data[0, :4, :256] = 0  # some heads of q and k
+    return qkv, 32, ctx.cos, ctx.sin, gain, gain
 
 
 def decoding():
@@ -66,10 +74,17 @@ def symmetric(count, size):
 
 EXAMPLES = {
     "square_sum": lambda: ([torch.randn(24, 48, device=DEVICE), torch.randn(3, 48, device=DEVICE)],),
-    "residual_update": lambda: (draw(5, 64), draw(5, 64), draw(64, dtype=torch.float32), True, 1.0, True),
+    "residual_update": lambda: (
+        with_zeros(draw(5, 64)),
+        with_zeros(draw(5, 64)),
+        draw(64, dtype=torch.float32),
+        True,
+        1.0,
+        True,
+    ),
     "swiglu": lambda: (draw(5, 128), 3.74),
     "cross_entropy": lambda: (draw(6, 300), torch.randint(300, (6,), device=DEVICE)),
-    "scaled_rms": lambda: (draw(5, 64), draw(64, dtype=torch.float32)),
+    "scaled_rms": lambda: (with_zeros(draw(5, 64)), draw(64, dtype=torch.float32)),
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
     "decode_step": decoding,

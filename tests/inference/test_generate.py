@@ -1,5 +1,6 @@
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -163,12 +164,23 @@ def test_compiled_once_for_all_layers_the_tokens_are_the_same() -> None:
         ([], 1, "at least one token"), ([[1], []], 1, "at least one token"), ([[1]], 0, "at least one token"),
         ([[260]], 1, "token 260 .* vocabulary of 260"), ([[-1]], 1, "token -1"), (torch.zeros(3), 1, "shape"),
         (torch.zeros(1, 3), 1, "float32"), ([[1] * 65], 1, "65 tokens is longer than the model's context of 64"),
-        ([[1] * 60], 6, "at most 5"),
+        ([[1] * 60], 6, "at most 5"), ([1, 2], 1, "a list of token ids per row"), ([[1.5]], 1, "token ids"),
+        (["text"], 1, "generate_text takes text"),
     ],
 )  # fmt: skip
 def test_impossible_requests_are_explained(prompts: Sequence[list[int]], new_tokens: int, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         generate(fold(byte_model()), prompts, new_tokens)
+    assert "--" not in str(caught.value)  # Python has no command-line options
+
+
+@pytest.mark.parametrize(
+    ("step", "message"), [("kernels", "need a GPU.*step='auto'"), ("kernel", "did you mean kernels")]
+)
+def test_a_step_that_is_impossible_is_explained(step: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        generate(fold(byte_model()), [[1]], 1, step=step)
+    assert "--" not in str(caught.value)
 
 
 def test_the_context_can_be_filled_to_the_last_token() -> None:

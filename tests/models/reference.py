@@ -127,7 +127,10 @@ def ngpt(p, cfg, tokens, *, lerp_factor=False):
     return torch.stack([p["s_z.stored"] * root * matvec(p["W_h.weight"], a) for a in h])
 
 
-def angpt(p, cfg, tokens, *, const=1.0, residual=1.0, constants=True, of_alpha=True, lerp=True, rows=False):
+def angpt(
+    p, cfg, tokens, *, const=1.0, residual=1.0, constants=True, of_alpha=True, lerp=True, rows=False, normed=True,
+    scaled_stream=False,
+):  # fmt: skip
     nu_qkv, nu_p = const * math.sqrt(cfg.d_model / cfg.d_head), const * math.sqrt(cfg.d_head / cfg.d_model)
     nu_uz, nu_acf, nu_d = const * math.sqrt(1 / 4), const * 3.74, const * math.sqrt(4)
     if not constants:
@@ -135,9 +138,12 @@ def angpt(p, cfg, tokens, *, const=1.0, residual=1.0, constants=True, of_alpha=T
 
     def update(h, x, stored):
         if not lerp:
-            return h + x
+            return (h + x) * residual
         alpha = stored * 5  # stored at 0.01, starting at 0.05
         return (h + alpha * (x - h)) * (nu_of(alpha) if of_alpha else 1) * residual
+
+    def after(x):
+        return norm(x) if normed else x
 
     h = [p["W_e.weight"][t] for t in tokens]
     for _, b in layers(p, cfg):
@@ -146,11 +152,13 @@ def angpt(p, cfg, tokens, *, const=1.0, residual=1.0, constants=True, of_alpha=T
         if rows:
             av = [x * math.sqrt(t + 1) for t, x in enumerate(av)]
         for t in range(len(h)):
-            h[t] = update(h[t], norm(matvec(b["W_p.weight"], av[t]) * nu_p), b.get("alpha_a.stored"))
+            h[t] = update(h[t], after(matvec(b["W_p.weight"], av[t]) * nu_p), b.get("alpha_a.stored"))
             uz = matvec(b["W_uz.weight"], h[t]) * nu_uz
             u, z = uz[: cfg.d_mlp], uz[cfg.d_mlp :]
-            h_m = norm(matvec(b["W_d.weight"], u * silu(z) * nu_acf) * nu_d)
+            h_m = after(matvec(b["W_d.weight"], u * silu(z) * nu_acf) * nu_d)
             h[t] = update(h[t], h_m, b.get("alpha_m.stored"))
+    if scaled_stream:
+        return torch.stack([matvec(p["W_h.weight"], p["s_h.stored"] * 100 * a) for a in h])
     return torch.stack([p["s_z.stored"] * 100 * matvec(p["W_h.weight"], a) for a in h])
 
 
@@ -171,5 +179,9 @@ MODELS = {
     "angpt/no-residual-factor": partial(angpt, of_alpha=False),
     "angpt/no-factors": partial(angpt, constants=False, of_alpha=False),
     "angpt/no-lerp": partial(angpt, lerp=False),
+    "angpt/no-lerp-with-factor": partial(angpt, lerp=False, residual=1 / math.sqrt(2)),
+    "angpt/no-output-norm": partial(angpt, normed=False),
+    "angpt/no-output-norm-no-const": partial(angpt, normed=False, constants=False),
+    "angpt/scale-before-head": partial(angpt, scaled_stream=True),
     "angpt/attention-factor": partial(angpt, rows=True),
 }

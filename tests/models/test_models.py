@@ -127,11 +127,6 @@ def test_hidden_states_lead_to_the_logits(architecture):
     assert torch.equal(model.head(states[-1]), model(tokens))
 
 
-def test_too_long_a_sequence_is_refused():
-    with pytest.raises(UserError, match=r"17 tokens.*context is 16"):
-        tiny()(some_tokens(1, 17))
-
-
 def test_start_depends_on_the_seed_alone(architecture):
     cfg = ModelConfig(architecture=architecture, **TINY)
     torch.manual_seed(1)
@@ -201,3 +196,58 @@ def test_parameters_stay_fp32_under_autocast(architecture):
     with torch.autocast("cpu", torch.bfloat16):
         model(some_tokens(1, 8), some_tokens(1, 8)).backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_model_from_the_meta_device_is_the_model(name):
+    cfg = ModelConfig(architecture=name, **TINY)
+    expected, tokens = build(cfg, seed=3), some_tokens(2, 8)
+    with torch.device("meta"):
+        made = [build(cfg) for _ in range(3)]
+    initialised, loaded, assigned = made
+    for model in (initialised, loaded):
+        model.to_empty(device="cpu")
+        for x in (*model.parameters(), *model.buffers()):
+            x.detach().fill_(torch.nan)  # what memory holds by chance
+    initialised.init_weights(torch.Generator().manual_seed(3))
+    loaded.load_state_dict(expected.state_dict())
+    assigned.load_state_dict(expected.state_dict(), assign=True)
+    for model in made:
+        assert torch.equal(model(tokens), expected(tokens))
+        assert model.design() == expected.design()
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_matrices_that_start_at_zero_can_learn(name):
+    model = build(ModelConfig(architecture=name, **(TINY | {"n_layers": 8})))
+    with torch.no_grad():
+        model.W_e.weight.zero_()
+        for block in model.blocks:
+            block.W_p.weight.zero_()
+            block.W_d.weight.zero_()
+    model(some_tokens(2, 8), some_tokens(2, 8, seed=1)).backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad.isfinite().all(), parameter
+        assert p.grad.norm() < 1e6, parameter  # 16 updates with a factor of 2 are 7e4
+    assert float(model.W_e.weight.grad.norm()) > 0
+
+
+def test_tokens_and_targets_of_a_wrong_shape_are_refused(architecture):
+    from angpt.inference.fold import fold
+
+    model = build(ModelConfig(architecture=architecture, **TINY))
+    for take in (model, fold(model), model.hidden_states, model.input_lengths):
+        with pytest.raises(UserError, match=r"shape \(8,\), but a model takes \(B, T\); tokens\[None\] is"):
+            take(some_tokens(8))
+        with pytest.raises(UserError, match=r"shape \(1, 2, 3\), but a model takes \(B, T\)$"):
+            take(some_tokens(1, 2, 3))
+        for shape in ((0, 8), (2, 0)):
+            with pytest.raises(UserError, match=rf"shape \({shape[0]}, {shape[1]}\): an empty batch"):
+                take(some_tokens(*shape))
+        with pytest.raises(UserError, match="sequence of 17 tokens, but the model's context is 16"):
+            take(some_tokens(1, 17))
+    for wrong in ((8, 2), (16,), (2, 7)):  # the first two have as many entries
+        with pytest.raises(UserError, match=r"targets have shape .*, but the tokens \(2, 8\): each token needs one"):
+            model(some_tokens(2, 8), some_tokens(*wrong))
+        with pytest.raises(UserError, match=r"documents have shape .*, but the tokens \(2, 8\)"):
+            model(some_tokens(2, 8), documents=some_tokens(*wrong))

@@ -35,13 +35,28 @@ def test_norm_and_rms_equal_their_definition(fast, slow):
 
 @pytest.mark.parametrize("function", [norm, rms])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_zero_vector_gives_zero_and_finite_gradients(function, dtype):
+def test_a_zero_vector_gives_zero_and_passes_its_gradient_through_any_number_of_layers(function, dtype):
     x = torch.zeros(2, 8, dtype=dtype, requires_grad=True)
-    y = function(x)
-    y.sum().backward()
+    y = x
+    for _ in range(12):
+        y = function(y)
+    weights = draw(2, 8).to(dtype)
+    (y * weights).sum().backward()
     assert y.dtype == dtype
     assert torch.equal(y, torch.zeros_like(y))
-    assert torch.isfinite(x.grad).all()
+    assert torch.equal(x.grad, weights)
+
+
+@pytest.mark.parametrize(("fast", "slow"), [(norm, reference.norm), (rms, reference.rms)])
+def test_a_zero_vector_changes_nothing_for_its_neighbours(fast, slow):
+    x, weights = draw(3, 7), draw(3, 7, seed=1)
+    x[1] = 0
+    x.requires_grad_()
+    (found,) = torch.autograd.grad((fast(x) * weights).sum(), x)
+    for row in (0, 2):
+        alone = x[row].detach().requires_grad_()
+        (expected,) = torch.autograd.grad((slow(alone) * weights[row]).sum(), alone)
+        torch.testing.assert_close(found[row], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_norm_of_bf16_reduces_in_fp32():

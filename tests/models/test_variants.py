@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import shutil
 
@@ -18,6 +19,7 @@ NAMES = {
     *("ngpt/lerp-factor", "ngpt/bounded"),
     *("angpt/const-x0.5", "angpt/const-x2", "angpt/all-x0.5", "angpt/all-x2"),
     *("angpt/no-const", "angpt/no-residual-factor", "angpt/no-factors", "angpt/no-lerp", "angpt/attention-factor"),
+    *("angpt/no-lerp-with-factor", "angpt/no-output-norm", "angpt/no-output-norm-no-const", "angpt/scale-before-head"),
 }
 
 
@@ -98,6 +100,40 @@ def test_the_attention_factor_scales_row_r_by_root_r():
         handle.remove()
     roots = torch.arange(1, 13, dtype=torch.float64).sqrt()[:, None]
     torch.testing.assert_close(received["angpt/attention-factor"], received["angpt"] * roots)
+
+
+def test_the_factor_of_a_sum_keeps_the_length_of_the_stream():
+    lengths = {}
+    for name in ("angpt/no-lerp", "angpt/no-lerp-with-factor"):
+        model = build(ModelConfig(architecture=name, d_model=256, n_layers=6, n_heads=4, vocab_size=64, context=64))
+        lengths[name] = model.input_lengths(some_tokens(2, 64, vocab=64)).detach()
+    counts = torch.arange(7.0)
+    torch.testing.assert_close(lengths["angpt/no-lerp"], (1 + 2 * counts).sqrt(), rtol=0.1, atol=0)
+    torch.testing.assert_close(lengths["angpt/no-lerp-with-factor"], torch.ones(7), rtol=0.1, atol=0)
+
+
+def test_without_norms_after_the_blocks_every_constant_changes_the_function():
+    """With them, only ν_uz does."""
+    tokens, factors = some_tokens(1, 12), ("qkv", "p", "uz", "acf", "d")
+    for name, effective in (("angpt", {"uz"}), ("angpt/no-output-norm", set(factors))):
+        model = tiny(name)
+        expected, changed = model(tokens), set()
+        for factor in factors:
+            before = [block.nu for block in model.blocks]
+            for block in model.blocks:
+                block.nu = dataclasses.replace(block.nu, **{factor: 2 * getattr(block.nu, factor)})
+            if not torch.allclose(model(tokens), expected, rtol=1e-9):
+                changed.add(factor)
+            for block, nu in zip(model.blocks, before, strict=True):
+                block.nu = nu
+        assert changed == effective
+
+
+def test_the_scale_before_the_head_has_an_entry_per_dimension():
+    model = tiny("angpt/scale-before-head")
+    assert not hasattr(model, "s_z")
+    h = torch.randn(2, 3, 16, dtype=torch.float64)
+    torch.testing.assert_close(model.head(h), (h * model.s_h()) @ model.W_h.weight.T)
 
 
 def test_variants_without_a_part_do_not_carry_its_parameters():

@@ -21,9 +21,9 @@ from angpt.errors import UserError
 from angpt.results import Result
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import Interrupted, Processes, execute
+from angpt.studies.folders import summarise_runs
 from angpt.studies.jobs import Job, note_failure
 from angpt.studies.study import Study
-from angpt.studies.summarise import summarise_runs
 from angpt.training.launch import open_data
 from angpt.training.plan import count, make_plan, rule_for
 from angpt.training.run import Run

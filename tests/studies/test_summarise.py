@@ -119,6 +119,23 @@ def test_of_bounds_the_strongest_is_told():
     assert "at 1 tokens, GPT+ needs > 2.00× the tokens" in told(rows)
 
 
+def test_the_average_over_budgets_is_told_where_several_are_known():
+    known = [SpeedUp(1.2, 1.1, 1.3, "="), SpeedUp(1.6, 1.3, 1.9, "="), SpeedUp(9.0, None, None, ">")]
+    rows = [row("gpt+", b, 3.0 - b / 10) for b in (1, 2, 3)]
+    rows.append(row("ngpt", 1, 2.9, speedup=SpeedUp(5.0, None, None, "=")))
+    rows += [row("angpt", b + 1, 2.9 - b / 10, speedup=s) for b, s in enumerate(known)]
+    assert "The average speed-up over the 2 of 3 budgets where it is known is 1.40× [1.20, 1.60]." in told(rows)
+    assert "average" not in told([r for r in rows if r.tokens > 1])
+
+
+def test_an_average_without_intervals_has_none_and_one_that_is_too_noisy_is_not_told():
+    rows = [row("gpt+", b, 3.0 - b / 10, 0) for b in (1, 2)]
+    found = told([*rows, *(row("angpt", b, 2.7, 0, SpeedUp(b / 2 + 1, None, None, "=")) for b in (1, 2))], half=None)
+    assert "The average speed-up over the 2 budgets is 1.75×." in found
+    noisy = [row("angpt", b, 2.7, speedup=SpeedUp(2.0, 1.0, 4.0, "=")) for b in (1, 2)]
+    assert "average" not in told([*rows, *noisy])
+
+
 def test_under_way():
     waiting = chosen("ngpt", 1, None, status="waiting")
     result = summarised(chosen("gpt+", 1, 3.0), chosen("angpt", 1, 2.0), waiting)
