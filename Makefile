@@ -1,5 +1,5 @@
 # Both commands need nothing but Python >= 3.11; the first of them makes .venv and installs.
-#   make compare   GPT+, nGPT and anGPT side by side on this machine, and a page that shows it
+#   make compare   GPT+, nGPT and anGPT, and anGPT with Muon, side by side on this machine, and a page that shows it
 #   make test      style, types and behaviour
 # Further tests, which need nothing else: make test-slow (several processes, faults, compiled code). Those that take tens
 # of minutes or need a corpus, benchmarks, SLURM or a quiet machine, and are skipped without: make test-long.
@@ -13,7 +13,8 @@ PREPARED := data/stdlib/index.json
 .PHONY: compare test test-slow test-long lint format docs clean
 
 compare: $(PREPARED)
-	$(BIN)/angpt compare --preset laptop --out studies/compare --budgets 300k 600k --seeds 0 1 2 --record-moments
+	$(BIN)/angpt compare --preset laptop --out studies/compare --architectures gpt+ ngpt angpt angpt:muon \
+		--budgets 250k 500k --seeds 0 1 2 --record-moments
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
