@@ -38,19 +38,19 @@ class Rule:
     """Exponent of the learning rate over the number of training tokens."""
     batch_tokens_exponent: float = 0.0
     adam_lr: float | None = None
-    """Beside Muon: the learning rate of Adam, with the same exponents."""
+    """Beside Muon: the learning rate of Adam, with the same exponent over tokens, for all sizes."""
 
     def lr_at(self, parameters: int, budget: int) -> float:
         """Peak learning rate for a number of training tokens, rounded to two digits, the precision of the rule."""
-        return rounded(self.lr * self._lr_factor(parameters, budget))
-
-    def adam_lr_at(self, parameters: int, budget: int) -> float | None:
-        """Peak learning rate of Adam beside Muon."""
-        return None if self.adam_lr is None else rounded(self.adam_lr * self._lr_factor(parameters, budget))
-
-    def _lr_factor(self, parameters: int, budget: int) -> float:
         exponent = self.lr_exponents[parameters > ANCHOR]
-        return (parameters / ANCHOR) ** exponent * (budget / ANCHOR_TOKENS) ** self.lr_tokens_exponent
+        return rounded(self.lr * (parameters / ANCHOR) ** exponent * self._tokens_factor(budget))
+
+    def adam_lr_at(self, budget: int) -> float | None:
+        """Peak learning rate of Adam beside Muon."""
+        return None if self.adam_lr is None else rounded(self.adam_lr * self._tokens_factor(budget))
+
+    def _tokens_factor(self, budget: int) -> float:
+        return (budget / ANCHOR_TOKENS) ** self.lr_tokens_exponent
 
     def batch_at(self, parameters: int, budget: int, context: int) -> int:
         """Tokens per step for a number of training tokens, rounded to a power of two sequences."""
@@ -188,7 +188,7 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     steps = max(1, round(budget / batch_tokens))
     on_gpu, tenth = device.type == "cuda", math.ceil(steps / 10)
-    rates = {"lr": rule.lr_at(parameters, budget), "adam_lr": rule.adam_lr_at(parameters, budget)}
+    rates = {"lr": rule.lr_at(parameters, budget), "adam_lr": rule.adam_lr_at(budget)}
     optimizer = _filled(cfg.optimizer, **rates, weight_decay=rule.weight_decay, warmup=rule.warmup)
     resolved = _filled(
         dataclasses.replace(cfg, optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch),

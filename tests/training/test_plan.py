@@ -63,10 +63,10 @@ def test_rules_are_power_laws_anchored_at_32m():
     assert rule.lr_at(32_000_000, 16 * tokens) == 8e-3  # no exponent over tokens
     assert rule.batch_at(32_000_000, tokens, 2048) == 2**17
     assert rule.batch_at(128_000_000, tokens, 2048) == 2**18
-    assert rule.adam_lr_at(32_000_000, tokens) is None
+    assert rule.adam_lr_at(tokens) is None
     over_tokens = replace(rule, lr_tokens_exponent=-0.5, batch_tokens_exponent=0.5, adam_lr=2e-3)
     assert over_tokens.lr_at(32_000_000, 16 * tokens) == 2e-3
-    assert over_tokens.adam_lr_at(128_000_000, 16 * tokens) == 2.5e-4
+    assert over_tokens.adam_lr_at(16 * tokens) == 5e-4
     assert over_tokens.batch_at(32_000_000, 4 * tokens, 2048) == 2**18
     assert rule_for("angpt/no-lerp") == rule_for("angpt")
 
