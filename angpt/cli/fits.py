@@ -70,7 +70,6 @@ def scaling(
     count: Count = "all",
     attention: bool = False,
     curves: bool = False,
-    bins: int = 1500,
     bootstrap: int = 1000,
     huber: float | None = None,
     seed: int = 0,
@@ -83,8 +82,7 @@ def scaling(
         count: What counts as N in C = 6·N·D: all parameters; without the embedding, which is a look-up (head); without
             embedding and head (none); or all, with the compute that the records state (given).
         attention: Also count the FLOPs of attention.
-        curves: Use all evaluations during runs for the minima, as Chinchilla does, instead of complete runs.
-        bins: Bins of equal logarithmic width over the range of compute, each with its lowest loss.
+        curves: Use all evaluations during runs for the frontier, instead of complete runs.
         bootstrap: Bootstrap samples for the intervals of the parametric fit.
         huber: δ of the parametric fit's Huber loss; unless given, 0.001 or 1.345 standard deviations of the noise,
             whichever is more.
@@ -98,7 +96,7 @@ def scaling(
     from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
 
     console = Console()
-    options = Options(Counting(count, attention), curves, bins, bootstrap, seed, huber)
+    options = Options(Counting(count, attention), curves, bootstrap, seed, huber)
     table = _read(console, sources, (), architectures, curves)
     with console.status("fitting"):
         fit = fit_scaling(table, options, baseline)

@@ -15,6 +15,7 @@ from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
 from angpt.fits.powerlaw import PowerLaw
+from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
@@ -22,7 +23,7 @@ from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
-SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}
+SHORT: dict[Approach, str] = {"frontier": "frontier", "isoflop": "IsoFLOP", "parametric": "param."}
 """Short names of the approaches, for tables that fit a terminal."""
 
 
@@ -49,6 +50,8 @@ def plain(value: Any) -> Any:
     """A value in the types of JSON; numbers that are not finite become null."""
     if isinstance(value, PowerLaw):
         return plain(value.summary())
+    if isinstance(value, Saturating):
+        return plain(value.estimates())
     if isinstance(value, Interval):
         return plain({"value": value.mean, "low": value.low, "high": value.high})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -71,12 +74,7 @@ def scaling_values(fit: ScalingFit) -> dict[str, Any]:
 def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     values: dict[str, Any] = {"runs": len(f.sample), "sizes": np.unique(f.sample.parameters)}
     if isinstance(f.frontier, Frontier):
-        m = f.frontier.minima
-        values["frontier"] = {
-            **{name: getattr(f.frontier, name) for name in ("loss", "parameters", "tokens", "blocks", "optimal")},
-            "minima": {name: np.exp(getattr(m, f"log_{name}")) for name in ("compute", "parameters", "tokens", "loss")}
-            | {"edge": m.edge, "used": m.used},
-        }
+        values["frontier"] = {n: v for n, v in vars(f.frontier).items() if n != "notes"}
     if isinstance(f.isoflop, IsoFlop):
         values["isoflop"] = {name: getattr(f.isoflop, name) for name in ("loss", "parameters", "tokens", "levels")}
     if isinstance(f.parametric, Parametric):
@@ -136,7 +134,7 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
 
 
 def scaling_tables(fit: ScalingFit) -> list[Table]:
-    """Exponents by each approach, the parametric law, and the comparison."""
+    """Exponents by each approach, laws with an irreducible loss, and the comparison."""
     laws = [
         (f"{label(f.architecture)} {e.quantity}", short, estimate_text(e.prefactor, ".3g"), estimate_text(e.exponent),
          str(e.points))
@@ -145,15 +143,22 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
         for name in QUANTITIES
         if (e := f.estimate(approach, name)) is not None
     ]  # fmt: skip
-    found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
+    values = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
     parametric = [
-        (name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
-        for name in next((list(p) for p in found if p), ())
+        (name, *(estimate_text(p[name], ".5g") if p else "none" for p in values))
+        for name in next((list(p) for p in values if p), ())
+    ]
+    saturating = [
+        (f"{label(f.architecture)}", short, *(estimate_text(e, ".4g") for e in found.estimates().values()))
+        for f in fit.architectures
+        for approach, short in SHORT.items()
+        if isinstance(found := getattr(getattr(f, approach), "saturating", None), Saturating)
     ]
     columns = ("law", "by", "prefactor", "exponent", "n")
     names = [label(f.architecture) for f in fit.architectures]
     tables = [
         Table(columns, laws, "Power laws of the compute C, with 95 % intervals"),
+        Table(("", "by", "E", "C₀", "α"), saturating, "L(C) = E + (C₀/C)^α, with 95 % intervals"),
         Table(("", *names), parametric, "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals"),
         *(_comparison_tables(fit) if fit.comparisons else ()),
     ]

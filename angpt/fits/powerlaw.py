@@ -103,6 +103,22 @@ def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) 
     )
 
 
+def line(
+    center: float,
+    level: float,
+    exponent: float,
+    covariance: Floats,
+    freedom: int,
+    x: tuple[float, float],
+    points: int,
+) -> PowerLaw:
+    """A power law from its level and exponent at any center, and their covariance; `deviation` is not known and 0."""
+    of_level, both, of_exponent = float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
+    shift = -both / max(of_exponent, 1e-300)  # to where level and exponent are uncorrelated
+    errors = math.sqrt(max(0.0, of_level + shift * both)), math.sqrt(of_exponent)
+    return PowerLaw(center + shift, level + exponent * shift, exponent, *errors, freedom, 0.0, x, points)
+
+
 def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     """Exponents at the lowest and highest x if log y over log x is curved at the 1 % level; otherwise None.
 
@@ -110,7 +126,7 @@ def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     """
     u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
     freedom = len(u) - 3
-    if freedom < 1:
+    if freedom < 1 or len(np.unique(np.round(u, 2))) < 3:
         return None
     t = u - u.mean()
     (curvature, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
@@ -127,5 +143,5 @@ def curvature_notes(x: ArrayLike, y: ArrayLike) -> list[str]:
     low, high = (f"{exponent:.3f}".replace("-", "−") for exponent in ends)
     return [
         f"L(C) is not a power law over this range: its exponent changes from {low} to {high}, as with an irreducible "
-        "loss; the exponent given is a mean, and the parametric fit includes that loss"
+        "loss; the exponent given is a mean, and E + (C₀/C)^α includes that loss"
     ]

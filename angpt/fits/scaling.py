@@ -11,7 +11,7 @@ from scipy import stats
 
 from angpt.errors import UserError, nearest
 from angpt.fits.compute import Counting, Sample, make_curves, make_sample
-from angpt.fits.frontier import BINS, Frontier, fit_frontier
+from angpt.fits.frontier import Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
 from angpt.fits.parametric import Parametric, fit_parametric
 from angpt.fits.powerlaw import Floats, PowerLaw
@@ -21,7 +21,7 @@ from angpt.stats import Difference, Interval, difference, welch
 
 Approach = Literal["frontier", "isoflop", "parametric"]
 APPROACHES: dict[Approach, str] = {
-    "frontier": "compute-binned minima",
+    "frontier": "frontier regression",
     "isoflop": "IsoFLOP minima",
     "parametric": "parametric fit",
 }
@@ -34,13 +34,12 @@ class Options:
 
     counting: Counting
     curves: bool = False
-    bins: int = BINS
     bootstrap: int = 1000
     seed: int = 0
     huber: float | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (("bins", 10, 100_000), ("bootstrap", 0, 100_000), ("seed", 0, 2**63)):
+        for name, low, high in (("bootstrap", 0, 100_000), ("seed", 0, 2**63)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between {low} and {high}")
         if self.huber is not None and not 0 < self.huber < math.inf:
@@ -166,13 +165,13 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
         )
     sample, notes = make_sample(cells, options.counting)
     if options.curves:
-        points, curve_of = make_curves(cells, options.counting)
-        notes.append(f"minima over {len(points):,} evaluations during runs, before the end of their schedules")
+        points, run_of = make_curves(cells, options.counting)
+        notes.append(f"frontier regression: {len(points):,} evaluations during runs, less what their schedules leave")
     else:
-        points, curve_of = sample, np.unique(sample.parameters, return_inverse=True)[1]
+        points, run_of = sample, np.arange(len(sample))
     # Each architecture has its own seed: with the same draws their bootstrap samples would not be independent.
     seed = (options.seed, zlib.crc32(architecture.encode()))
-    frontier = fit_frontier(points, curve_of, options.bins, options.curves)
+    frontier = fit_frontier(points, run_of)
     isoflop, parametric = fit_isoflop(sample), fit_parametric(sample, options.bootstrap, seed, options.huber)
     for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric), strict=True):
         notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]

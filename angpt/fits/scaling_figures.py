@@ -34,7 +34,7 @@ NEAR = 0.05
 
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
-    """Every run, and the law of the compute-binned minima."""
+    """Every run, and the law of the frontier."""
     colors = style.looks(f.architecture for f in fit.architectures)
     laws = {f.architecture: f.frontier.loss for f in fit.architectures if isinstance(f.frontier, Frontier)}
 
@@ -94,7 +94,7 @@ def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
             {"color": colors[f.architecture].color, "lw": 2, "label": label(f.architecture)} for f in having
         ]
         if any(f.law("frontier", "parameters") is not None for f in having):
-            lines.append({"marker": ".", "ls": "--", "lw": 1.4, "label": "compute-binned minima and law"})
+            lines.append({"marker": ".", "ls": "--", "lw": 1.4, "label": "frontier regression"})
         if any(isinstance(f.isoflop, IsoFlop) for f in having):
             lines.append({"marker": "D", "mfc": "white", "ls": "none", "ms": 5, "label": "IsoFLOP minima"})
         if any(isinstance(f.parametric, Parametric) for f in having):
@@ -147,11 +147,6 @@ def _parametric_optimum(f: ArchitectureFit, name: str) -> tuple[Floats, Floats]:
 def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: style.Look) -> None:
     law = f.law("frontier", name)
     if isinstance(f.frontier, Frontier) and law is not None:
-        minima = f.frontier.minima
-        some = np.flatnonzero(minima.used)
-        some = some[np.linspace(0, len(some) - 1, min(60, len(some))).astype(int)]
-        values = minima.log_parameters if name == "parameters" else minima.log_tokens
-        ax.plot(np.exp(minima.log_compute[some]), np.exp(values[some]), ".", color=look.color, ms=4, alpha=0.6)
         draw_law(ax, law, np.geomspace(law.x[0] / 1.5, law.x[1] * 1.5, 60), look.color)
     if isinstance(f.isoflop, IsoFlop):
         at = [(lev.compute, getattr(lev.vertex, name)) for lev in f.isoflop.levels if lev.vertex is not None]

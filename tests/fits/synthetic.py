@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from angpt.fits.compute import Sample
 from angpt.fits.records import Record
 
 
@@ -29,6 +30,35 @@ class Law:
     def exponents(self) -> dict[str, float]:
         total = self.a + self.b
         return {"parameters": self.b / total, "tokens": self.a / total, "loss": -self.a * self.b / total}
+
+
+LAW = Law()
+"""That of Hoffmann et al. (2022)."""
+REFIT = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
+"""That of Besiroglu et al. (2024), fitted to the same runs."""
+FREE = Law(E=0.0)
+"""Without irreducible loss, L(C) is an exact power law."""
+MODELS = np.array([32.05, 62.24, 127.03, 247.17, 505.73, 1073.0]) * 1e6
+"""Parameters of GPT+ in the sizes of the paper."""
+MULTIPLES = (10.0, 20.0, 40.0, 60.0, 100.0)
+"""Tokens per parameter of experiments/scaling.toml."""
+
+
+def grid(law: Law, sizes: Any, computes: Any, noise: float = 0.0, seed: int = 0) -> Sample:
+    """Every size at every compute."""
+    n, c = np.tile(sizes, len(computes)), np.repeat(computes, len(sizes))
+    return _sample(law, n, c / (6 * n), noise, seed)
+
+
+def multiples(law: Law, sizes: Any, ratios: Any, noise: float = 0.0, seed: int = 0) -> Sample:
+    """Every size with budgets that are multiples of it, so that each compute has different sizes."""
+    n = np.repeat(sizes, len(ratios))
+    return _sample(law, n, n * np.tile(ratios, len(sizes)), noise, seed)
+
+
+def _sample(law: Law, n: Any, d: Any, noise: float, seed: int) -> Sample:
+    y = np.log(law.loss(n, d)) + noise * np.random.default_rng(seed).standard_normal(len(n))
+    return Sample(n, d, 6 * n * d, y, np.ones(len(n)))
 
 
 def isoflop_records(

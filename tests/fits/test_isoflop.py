@@ -6,8 +6,7 @@ import pytest
 
 from angpt.fits.compute import Sample
 from angpt.fits.isoflop import IsoFlop, find_levels, fit_isoflop
-from tests.fits.synthetic import Law
-from tests.fits.test_frontier import FREE, LAW, grid
+from tests.fits.synthetic import FREE, LAW, Law, grid
 from tests.intervals import check_intervals
 
 SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)

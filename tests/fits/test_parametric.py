@@ -8,8 +8,7 @@ from scipy.special import huber
 
 from angpt.fits.compute import Sample
 from angpt.fits.parametric import Parametric, bootstrap_interval, fit_parametric, jacobian, predict
-from tests.fits.synthetic import Law
-from tests.fits.test_frontier import FREE, LAW, multiples
+from tests.fits.synthetic import FREE, LAW, Law, multiples
 from tests.intervals import check_intervals
 
 SIZES, RATIOS = np.geomspace(3e7, 1e9, 6), np.geomspace(5, 100, 6)
