@@ -73,6 +73,8 @@ def scaling(
     bootstrap: int = 1000,
     huber: float | None = None,
     seed: int = 0,
+    paper: bool = False,
+    bins: int = 1500,
 ) -> None:
     """Loss as a function of compute, and the best size and tokens for it: three approaches, architectures compared.
 
@@ -87,6 +89,9 @@ def scaling(
         huber: δ of the parametric fit's Huber loss; unless given, 0.001 or 1.345 standard deviations of the noise,
             whichever is more.
         seed: Seed of the bootstrap.
+        paper: Also follow the paper's procedure to the letter: the best run of each compute bin, and power laws through
+            them. Without several sizes in each bin its laws are those of the design (docs/table-j1.md).
+        bins: Bins of equal logarithmic width for --paper.
     """
     from rich.console import Console
 
@@ -96,7 +101,7 @@ def scaling(
     from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
 
     console = Console()
-    options = Options(Counting(count, attention), curves, bootstrap, seed, huber)
+    options = Options(Counting(count, attention), curves, bootstrap, seed, huber, paper, bins)
     table = _read(console, sources, (), architectures, curves)
     with console.status("fitting"):
         fit = fit_scaling(table, options, baseline)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from angpt.errors import UserError
+from angpt.fits.binned import Binned
 from angpt.fits.frontier import Frontier
 from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
@@ -23,7 +24,7 @@ from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
-SHORT: dict[Approach, str] = {"frontier": "frontier", "isoflop": "IsoFLOP", "parametric": "param."}
+SHORT: dict[Approach, str] = {"frontier": "frontier", "isoflop": "IsoFLOP", "parametric": "param.", "paper": "paper"}
 """Short names of the approaches, for tables that fit a terminal."""
 
 
@@ -91,6 +92,8 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
             "starts_that_agree": p.agreeing,
             "starts": p.tried,
         }
+    if isinstance(f.paper, Binned):
+        values["paper"] = {n: getattr(f.paper, n) for n in ("loss", "parameters", "tokens", "runs", "alone", "design")}
     for name in APPROACHES:
         if isinstance(reason := getattr(f, name), str):
             values[name] = {"none": reason}

@@ -1,4 +1,4 @@
-"""Scaling laws by three approaches, and the comparison of architectures: exponents, and compute at equal loss."""
+"""Scaling laws by several approaches, and the comparison of architectures: exponents, and compute at equal loss."""
 
 import math
 import zlib
@@ -10,6 +10,7 @@ import numpy as np
 from scipy import stats
 
 from angpt.errors import UserError, nearest
+from angpt.fits.binned import BINS, Binned, fit_binned
 from angpt.fits.compute import Counting, Sample, make_curves, make_sample
 from angpt.fits.frontier import Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
@@ -19,12 +20,14 @@ from angpt.fits.records import RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Difference, Interval, difference, welch
 
-Approach = Literal["frontier", "isoflop", "parametric"]
+Approach = Literal["frontier", "isoflop", "parametric", "paper"]
 APPROACHES: dict[Approach, str] = {
     "frontier": "frontier regression",
     "isoflop": "IsoFLOP minima",
     "parametric": "parametric fit",
+    "paper": "the paper's procedure",
 }
+"""The last one only if it is asked for."""
 QUANTITIES = {"loss": "L(C)", "parameters": "N_opt(C)", "tokens": "D_opt(C)"}
 
 
@@ -37,9 +40,11 @@ class Options:
     bootstrap: int = 1000
     seed: int = 0
     huber: float | None = None
+    paper: bool = False
+    bins: int = BINS
 
     def __post_init__(self) -> None:
-        for name, low, high in (("bootstrap", 0, 100_000), ("seed", 0, 2**63)):
+        for name, low, high in (("bootstrap", 0, 100_000), ("seed", 0, 2**63), ("bins", 10, 100_000)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between {low} and {high}")
         if self.huber is not None and not 0 < self.huber < math.inf:
@@ -65,12 +70,14 @@ class ArchitectureFit:
     frontier: Frontier | str
     isoflop: IsoFlop | str
     parametric: Parametric | str
+    paper: Binned | str | None
+    """None: not asked for."""
     notes: tuple[str, ...]
 
     def law(self, approach: Approach, name: str) -> PowerLaw | None:
-        """A power law of the first or second approach."""
+        """A power law of any approach but the parametric one."""
         fit = getattr(self, approach)
-        return None if isinstance(fit, str | Parametric) else getattr(fit, name)
+        return None if fit is None or isinstance(fit, str | Parametric) else getattr(fit, name)
 
     def estimate(self, approach: Approach, name: str) -> LawEstimate | None:
         """Prefactor and exponent of a law; the parametric law of the loss has no single prefactor."""
@@ -148,7 +155,11 @@ def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) 
     fits = tuple(fit_architecture(table, name, options) for name in names)
     base = next(fit for fit in fits if fit.architecture == chosen)
     comparisons = tuple(
-        compare(base, other, approach) for other in fits if other is not base for approach in APPROACHES
+        compare(base, other, approach)
+        for other in fits
+        if other is not base
+        for approach in APPROACHES
+        if getattr(base, approach) is not None
     )
     notes = (*table.notes, *(f"{label(fit.architecture)}: {note}" for fit in fits for note in fit.notes))
     return ScalingFit(options.counting.describe(), notes, fits, comparisons)
@@ -173,9 +184,11 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
     seed = (options.seed, zlib.crc32(architecture.encode()))
     frontier = fit_frontier(points, run_of)
     isoflop, parametric = fit_isoflop(sample), fit_parametric(sample, options.bootstrap, seed, options.huber)
-    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric), strict=True):
-        notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
-    return ArchitectureFit(architecture, sample, frontier, isoflop, parametric, tuple(notes))
+    paper = fit_binned(sample, options.bins) if options.paper else None
+    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric, paper), strict=True):
+        if fit is not None:
+            notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
+    return ArchitectureFit(architecture, sample, frontier, isoflop, parametric, paper, tuple(notes))
 
 
 def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> Comparison:
