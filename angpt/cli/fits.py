@@ -71,7 +71,7 @@ def scaling(
     attention: bool = False,
     curves: bool = False,
     bootstrap: int = 1000,
-    huber: float | None = None,
+    huber: float = 0.001,
     seed: int = 0,
     paper: bool = False,
     bins: int = 1500,
@@ -86,8 +86,7 @@ def scaling(
         attention: Also count the FLOPs of attention.
         curves: Use all evaluations during runs for the frontier, instead of complete runs.
         bootstrap: Bootstrap samples for the intervals of the parametric fit.
-        huber: δ of the parametric fit's Huber loss; unless given, 0.001 or 1.345 standard deviations of the noise,
-            whichever is more.
+        huber: δ of the Huber loss of the parametric fit.
         seed: Seed of the bootstrap.
         paper: Also follow the paper's procedure to the letter: the best run of each compute bin, and power laws through
             them. Without several sizes in each bin its laws are those of the design (docs/table-j1.md).

@@ -20,17 +20,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.polynomial import legendre
-from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from angpt.fits.compute import Sample
-from angpt.fits.powerlaw import Floats, PowerLaw, curvature_notes, fit_power_law, line
+from angpt.fits.powerlaw import Floats, Ints, PowerLaw, curvature_notes, fit_power_law, jackknife, line
 from angpt.fits.saturating import Saturating, fit_saturating
 
 WINDOW = 7.0
 DEGREES = 2, 5
 """Lowest and highest degree of f."""
-Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -149,18 +147,6 @@ def unfinished(tokens: Floats, run_of: Ints) -> Floats:
     left = 1 - tokens / end[run_of]
     columns = np.column_stack([(left > 0).astype(float), left])
     return columns[:, np.ptp(columns, axis=0) > 0]
-
-
-def jackknife(jacobian: Floats, weight: Floats, residual: Floats, run_of: Ints) -> Floats:
-    """Covariance of a weighted linear regression, from its change when each run in turn is left out."""
-    order = np.argsort(run_of, kind="stable")
-    first = np.flatnonzero(np.r_[True, np.diff(run_of[order]) > 0])
-    j, w, e = jacobian[order], weight[order], residual[order]
-    weighted = j * w[:, None]
-    squares = np.add.reduceat(weighted[:, :, None] * j[:, None, :], first)
-    sides = np.add.reduceat(weighted * e[:, None], first)
-    moved = np.einsum("rij,rj->ri", np.linalg.pinv(squares.sum(axis=0) - squares, rcond=1e-12, hermitian=True), sides)
-    return moved.T @ moved * (1 - 1 / len(moved))
 
 
 @dataclass(frozen=True)

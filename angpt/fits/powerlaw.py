@@ -15,6 +15,7 @@ from scipy import stats
 from angpt.stats import Interval
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,21 @@ def line(
     shift = -both / max(of_exponent, 1e-300)  # to where level and exponent are uncorrelated
     errors = math.sqrt(max(0.0, of_level + shift * both)), math.sqrt(of_exponent)
     return PowerLaw(center + shift, level + exponent * shift, exponent, *errors, freedom, 0.0, x, points)
+
+
+def jackknife(jacobian: Floats, weight: Floats, residual: Floats, run_of: Ints) -> Floats:
+    """Covariance of a weighted linear regression, from its change when each run in turn is left out.
+
+    The noise may differ from run to run, and be shared by the points of a run.
+    """
+    order = np.argsort(run_of, kind="stable")
+    first = np.flatnonzero(np.r_[True, np.diff(run_of[order]) > 0])
+    j, w, e = jacobian[order], weight[order], residual[order]
+    weighted = j * w[:, None]
+    squares = np.add.reduceat(weighted[:, :, None] * j[:, None, :], first)
+    sides = np.add.reduceat(weighted * e[:, None], first)
+    moved = np.einsum("rij,rj->ri", np.linalg.pinv(squares.sum(axis=0) - squares, rcond=1e-12, hermitian=True), sides)
+    return moved.T @ moved * (1 - 1 / len(moved))
 
 
 def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:

@@ -14,7 +14,7 @@ from angpt.fits.binned import BINS, Binned, fit_binned
 from angpt.fits.compute import Counting, Sample, make_curves, make_sample
 from angpt.fits.frontier import Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
-from angpt.fits.parametric import Parametric, fit_parametric
+from angpt.fits.parametric import DELTA, Parametric, fit_parametric
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.fits.records import RunTable
 from angpt.present.words import label, quantity
@@ -39,7 +39,7 @@ class Options:
     curves: bool = False
     bootstrap: int = 1000
     seed: int = 0
-    huber: float | None = None
+    huber: float = DELTA
     paper: bool = False
     bins: int = BINS
 
@@ -47,7 +47,7 @@ class Options:
         for name, low, high in (("bootstrap", 0, 100_000), ("seed", 0, 2**63), ("bins", 10, 100_000)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between {low} and {high}")
-        if self.huber is not None and not 0 < self.huber < math.inf:
+        if not 0 < self.huber < math.inf:
             raise UserError(f"--huber {self.huber}: must be positive and finite")
 
 
@@ -215,9 +215,9 @@ def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach
     if laws[0] is not None and laws[1] is not None:
         found = difference(*((law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None))
     else:
-        values, estimate, freedom = _paired(base, other, lambda p: p.exponents()[name])
-        error = float(np.std(values[1:])) if len(values) > 2 else 0.0
-        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, freedom)) if error and freedom > 0 else None
+        values, estimate, fewer = _paired(base, other, lambda p: p.exponents()[name])
+        error = float(np.std(values[1:])) * math.sqrt(fewer.points / max(1, fewer.freedom)) if len(values) > 2 else 0.0
+        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, fewer.freedom)) if error and fewer.freedom > 0 else None
         found = Difference(estimate, p)
     return Exponents(one.quantity, one.exponent.mean, two.exponent.mean, found)
 
@@ -234,10 +234,10 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
 
 def _paired(
     base: ArchitectureFit, other: ArchitectureFit, function: Callable[[Parametric], Floats]
-) -> tuple[Floats, Interval, int]:
-    """The difference of a function of two parametric laws: its values, its estimate and the degrees of freedom.
+) -> tuple[Floats, Interval, Parametric]:
+    """The difference of a function of two parametric laws: its values, its estimate, and the law with fewer points.
 
-    Bootstrap samples are independent, so any pairing will do. The fewer degrees of freedom give the wider interval.
+    Bootstrap samples are independent, so any pairing will do. The law with fewer points gives the wider interval.
     """
     one, two = base.parametric, other.parametric
     assert not isinstance(one, str)
@@ -246,4 +246,4 @@ def _paired(
     with np.errstate(invalid="ignore"):
         values = function(two)[:count] - function(one)[:count]
     fewer = min(one, two, key=lambda p: p.freedom)
-    return values, fewer.estimate(values), fewer.freedom
+    return values, fewer.estimate(values), fewer

@@ -8,7 +8,8 @@ import pytest
 from scipy.optimize import minimize
 
 from angpt.fits.compute import Sample
-from angpt.fits.frontier import WINDOW, Frontier, fit_frontier, fit_valley, jackknife
+from angpt.fits.frontier import WINDOW, Frontier, fit_frontier, fit_valley
+from angpt.fits.powerlaw import jackknife
 from angpt.fits.saturating import Saturating
 from tests.fits.synthetic import FREE, LAW, MODELS, MULTIPLES, REFIT, Law, grid, multiples
 from tests.intervals import check_intervals

@@ -204,7 +204,18 @@ def test_the_best_of_each_size_and_budget():
     sample, notes = make_sample(average(records).cells, Counting())
     assert sample.tokens.tolist() == [2.01e9, 4e9, 2e9]
     assert sample.log_loss == pytest.approx([math.log(x) for x in (2.9, 2.8, 2.7)])
-    assert notes == ["4 points share 3 pairs of size and budget; the best of each is taken"]
+    assert len(notes) == 1
+    assert notes[0].startswith("4 points, 3 pairs of size and budget (within 2%): of those that differ in batch size")
+
+
+def test_runs_without_choices_are_all_kept():
+    """Nearly equal budgets, and nothing in the records that could be chosen."""
+    records = [Record("x", "m", 1e8, tokens, loss) for tokens, loss in ((2.00e9, 3.0), (2.01e9, 2.9), (2.02e9, 3.1))]
+    sample, notes = make_sample(average(records).cells, Counting())
+    assert sample.tokens.tolist() == [2.00e9, 2.01e9, 2.02e9]
+    assert notes == []
+    sample, _ = make_sample(average([*records, dataclasses.replace(records[0], loss=4.0, lr=0.1)]).cells, Counting())
+    assert len(sample) == 3
 
 
 def test_architectures_come_in_the_order_of_table_1():
