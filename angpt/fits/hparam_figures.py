@@ -76,10 +76,10 @@ def sweeps(fit: HparamFit) -> Chart:
 def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -> None:
     ax.plot(sweep.lrs, sweep.losses, marker, color=color, ms=4)
     curve = sweep.curve()
-    if curve is None or curve.method == "parabola":  # the parabola joins only three points
-        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
-    if curve is not None:
-        x = np.linspace(*curve.support, 200)
+    if curve is None:
+        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2)
+    else:
+        x = np.linspace(curve.x[0], curve.x[-1], 200)
         ax.plot(np.exp(x), np.exp(curve(x)), color=color, lw=1.4)
     for lr in sweep.diverged:
         ax.plot(lr, 0.97, "x", color=color, ms=5, mew=1.4, transform=ax.get_xaxis_transform())

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,8 +33,8 @@ class Minimum:
 
     lr: float
     loss: float
-    method: Literal["akima", "parabola", "bounded"]
-    """bounded: the next higher rate diverged, so the lowest point itself is the minimum."""
+    bounded: bool = False
+    """True if the next higher rate diverged, so that the lowest point itself is the minimum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class Optimum:
     batch_tokens: float
     lr: float
     loss: float
-    method: Literal["akima", "parabola"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class Sweep:
 
     def curve(self) -> Curve | None:
         """Interpolated log loss over log learning rate, for figures; None without a minimum inside the grid."""
-        if self.minimum is None or self.minimum.method == "bounded":
+        if self.minimum is None or self.minimum.bounded:
             return None
-        return Curve.through(np.log(self.lrs), np.log(self.losses), edge(self.losses)[0])
+        return Curve.through(np.log(self.lrs), np.log(self.losses))
 
 
 @dataclass(frozen=True)
@@ -204,16 +203,10 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
     flags += [
         f"batch of {quantity(s.batch_tokens)} tokens: the next higher rate diverged, so the best one itself is taken"
         for s in sweeps
-        if s.minimum is not None and s.minimum.method == "bounded"
+        if s.minimum is not None and s.minimum.bounded
     ]
     tokens = float(np.median([c.record.tokens for c in cells]))
     optimum, problem = _or_problem(_optimum(sweeps))
-    if optimum is not None:
-        usable = [(s.batch_tokens, s.minimum.method) for s in sweeps if s.minimum is not None]
-        if optimum.method == "parabola":
-            flags.append(f"{len(usable)} batch sizes are too few for Akima's interpolation: parabola")
-        if few := [quantity(batch) for batch, method in usable if method == "parabola"]:
-            flags.append(f"too few rates for Akima's interpolation at a batch of {', '.join(few)} tokens: parabola")
     return SizeFit(first.architecture, first.parameters, tokens, tuple(sweeps), optimum, problem, tuple(flags))
 
 
@@ -230,7 +223,7 @@ def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
             f"the best batch size, {quantity(usable[best][0])} tokens, is at the {END[side]} edge of the grid: no "
             f"optimum; try {'smaller' if side < 0 else 'larger'} ones"
         )
-    curve = Curve.through(batches, losses, best)
+    curve = Curve.through(batches, losses)
     at = curve.minimiser()
     value = float(curve(at))
     for sweep in sweeps:
@@ -239,8 +232,8 @@ def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
                 f"the batch of {quantity(sweep.batch_tokens)} tokens has a lower loss, but its best rate is not inside "
                 "its grid: no optimum; extend that grid"
             )
-    rate = float(Curve.through(batches, [math.log(m.lr) for _, m in usable], best)(at))
-    return Optimum(math.exp(at), math.exp(rate), math.exp(value), curve.method)
+    rate = float(Curve.through(batches, [math.log(m.lr) for _, m in usable])(at))
+    return Optimum(math.exp(at), math.exp(rate), math.exp(value))
 
 
 def fit_sweep(batch: float, points: Sequence[tuple[float, float]], diverged: Sequence[float]) -> Sweep:
@@ -255,15 +248,15 @@ def _minimum(lrs: Sequence[float], losses: Sequence[float], diverged: Sequence[f
         return f"all {len(diverged)} rates diverged; try lower ones"
     best, side = edge(losses)
     if side > 0 and any(lr > lrs[best] for lr in diverged):
-        return Minimum(lrs[best], losses[best], "bounded")
+        return Minimum(lrs[best], losses[best], bounded=True)
     if len(lrs) < 3:
         return f"{len(lrs)} rates are too few for a minimum; try at least three"
     if side:
         way = "lower" if side < 0 else "higher"
         return f"the best rate, {lrs[best]:g}, is at the {END[side]} edge of the grid; try {way} ones"
-    curve = Curve.through(np.log(lrs), np.log(losses), best)
+    curve = Curve.through(np.log(lrs), np.log(losses))
     at = curve.minimiser()
-    return Minimum(math.exp(at), math.exp(float(curve(at))), curve.method)
+    return Minimum(math.exp(at), math.exp(float(curve(at))))
 
 
 def fit_trend(architecture: str, optima: Sequence[tuple[float, Optimum]]) -> Trend:

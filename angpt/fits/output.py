@@ -113,9 +113,9 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
     """Optima, laws, and the leave-one-out check."""
     optima = []
     for s in fit.sizes:
-        found = ("none", "none", "", "")
+        found = ("none", "none", "")
         if (o := s.optimum) is not None:
-            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
+            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}")
         optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
     laws, checks = [], []
     for t in fit.trends:
@@ -126,7 +126,7 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
         for left in t.leave_one_out:
             ratios = estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f")
             checks.append((f"{name} {quantity(left.parameters)}", *ratios))
-    columns = ("model", "tokens", "batch tokens", "learning rate", "loss", "by")
+    columns = ("model", "tokens", "batch tokens", "learning rate", "loss")
     title = "Each size left out: prediction from the others ÷ optimum found"
     tables = (
         Table(columns, optima, "Optima"),

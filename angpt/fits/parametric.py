@@ -252,8 +252,8 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
     lowest = math.exp(float(y.min()))
     if math.exp(best[0, 0]) > lowest:
         return (
-            f"the irreducible loss would be {math.exp(best[0, 0]):.4g}, above the lowest loss seen, {lowest:.4g}; the runs "
-            "do not determine it, or do not follow L = E + A/Nᵃ + B/Dᵇ"
+            f"the irreducible loss would be {math.exp(best[0, 0]):.4g}, above the lowest loss seen, {lowest:.4g}; the "
+            "runs do not determine it, or do not follow L = E + A/Nᵃ + B/Dᵇ"
         )
     fitted, shares = predict(best, n, d)
     residual = y - fitted[0]
