@@ -24,7 +24,13 @@ from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
-SHORT: dict[Approach, str] = {"frontier": "frontier", "isoflop": "IsoFLOP", "parametric": "param.", "paper": "paper"}
+SHORT: dict[Approach, str] = {
+    "frontier": "frontier",
+    "isoflop": "IsoFLOP",
+    "akima": "Akima",
+    "parametric": "param.",
+    "paper": "paper",
+}
 """Short names of the approaches, for tables that fit a terminal."""
 
 
@@ -76,8 +82,9 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     values: dict[str, Any] = {"runs": len(f.sample), "sizes": np.unique(f.sample.parameters)}
     if isinstance(f.frontier, Frontier):
         values["frontier"] = {n: v for n, v in vars(f.frontier).items() if n != "notes"}
-    if isinstance(f.isoflop, IsoFlop):
-        values["isoflop"] = {name: getattr(f.isoflop, name) for name in ("loss", "parameters", "tokens", "levels")}
+    for name in ("isoflop", "akima"):
+        if isinstance(fit := getattr(f, name), IsoFlop):
+            values[name] = {n: v for n, v in vars(fit).items() if n != "notes"}
     if isinstance(f.parametric, Parametric):
         p = f.parametric
         values["parametric"] = {

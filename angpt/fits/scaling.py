@@ -20,10 +20,11 @@ from angpt.fits.records import RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Difference, Interval, difference, welch
 
-Approach = Literal["frontier", "isoflop", "parametric", "paper"]
+Approach = Literal["frontier", "isoflop", "akima", "parametric", "paper"]
 APPROACHES: dict[Approach, str] = {
     "frontier": "frontier regression",
-    "isoflop": "IsoFLOP minima",
+    "isoflop": "IsoFLOP parabolas",
+    "akima": "IsoFLOP interpolated",
     "parametric": "parametric fit",
     "paper": "the paper's procedure",
 }
@@ -69,6 +70,7 @@ class ArchitectureFit:
     sample: Sample
     frontier: Frontier | str
     isoflop: IsoFlop | str
+    akima: IsoFlop | str
     parametric: Parametric | str
     paper: Binned | str | None
     """None: not asked for."""
@@ -183,12 +185,13 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
     # Each architecture has its own seed: with the same draws their bootstrap samples would not be independent.
     seed = (options.seed, zlib.crc32(architecture.encode()))
     frontier = fit_frontier(points, run_of)
-    isoflop, parametric = fit_isoflop(sample), fit_parametric(sample, options.bootstrap, seed, options.huber)
+    isoflop, akima = fit_isoflop(sample, "parabola"), fit_isoflop(sample, "akima")
+    parametric = fit_parametric(sample, options.bootstrap, seed, options.huber)
     paper = fit_binned(sample, options.bins) if options.paper else None
-    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric, paper), strict=True):
+    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, akima, parametric, paper), strict=True):
         if fit is not None:
             notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
-    return ArchitectureFit(architecture, sample, frontier, isoflop, parametric, paper, tuple(notes))
+    return ArchitectureFit(architecture, sample, frontier, isoflop, akima, parametric, paper, tuple(notes))
 
 
 def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> Comparison:

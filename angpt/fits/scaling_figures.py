@@ -194,8 +194,7 @@ def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
     ax.plot(level.parameters, level.losses, "o", color=color, ms=3.5, alpha=pale, label=compute)
     if level.vertex is not None:
         x = np.geomspace(*level.vertex.support, 80)
-        y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
-        ax.plot(x, np.exp(y), color=color, lw=1.3)
+        ax.plot(x, level.curve(x), color=color, lw=1.3)
         ax.plot(level.vertex.parameters, level.vertex.loss, "D", color=color, mec=style.INK, mew=0.8, ms=5.5, zorder=5)
 
 

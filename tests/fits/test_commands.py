@@ -82,7 +82,7 @@ def test_scaling(tmp_path, capsys):
         assert fit["parametric"]["parameters"]["b"]["value"] == pytest.approx(0.28, abs=0.01)
         assert fit["frontier"]["saturating"]["E"]["value"] == pytest.approx(1.69, abs=0.1)
         assert len(fit["frontier"]["compute"]) == len(fit["frontier"]["losses"])
-    assert len(result["comparisons"]) == 3
+    assert len(result["comparisons"]) == 4
     figures = ("loss", "optimal", "isoflop", "parametric", "savings")
     assert {p.name for p in out.glob("*.svg")} == {f"{name}.svg" for name in figures}
     assert (out / "savings.csv").read_text().startswith("approach,architecture,loss,factor,low,high\nfrontier,angpt,")
