@@ -10,7 +10,8 @@ import tyro
 
 from angpt.cli.analysis import expand
 from angpt.errors import UserError, nearest
-from angpt.fits.records import Count, RunTable, read_table
+from angpt.fits.reading import read_table
+from angpt.fits.records import Count, RunTable
 from angpt.present.tables import Table, show
 
 if TYPE_CHECKING:
