@@ -34,16 +34,16 @@ def hparams(
     multiple: float | None = None,
     write_rules: Path | None = None,
 ) -> None:
-    """Best batch size and learning rate as functions of model size: two-stage interpolation, power laws, intervals.
+    """Best batch size and learning rate as functions of model size, and of tokens if sizes have several budgets.
 
     Args:
         out: Folder for hparams.json and the figures.
-        multiple: Use the runs with this many tokens per parameter, if there are several budgets.
+        multiple: Use only the runs with this many tokens per parameter: laws over the model size alone.
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
     from rich.console import Console
 
-    from angpt.fits.hparam_figures import sweeps, trends
+    from angpt.fits.hparam_figures import sweeps, token_trends, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
 
@@ -53,7 +53,13 @@ def hparams(
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
     fit = fit_hparams(table, multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    _write(console, out, "hparams", {"made_by": source, **vars(fit)}, [sweeps(fit), trends(fit)], hparam_tables(fit))
+    several = {size.architecture for size in fit.sizes if size.budgets > 1}
+    charts: list[Chart | Absent] = [sweeps(fit)]
+    if several < {size.architecture for size in fit.sizes}:
+        charts.append(trends(fit))
+    if several:
+        charts.append(token_trends(fit))
+    _write(console, out, "hparams", {"made_by": source, **vars(fit)}, charts, hparam_tables(fit))
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write
 
@@ -96,9 +102,10 @@ def scaling(
     from rich.console import Console
 
     from angpt.fits.compute import Counting
+    from angpt.fits.curve_figures import isoflop_curves, parametric_law
     from angpt.fits.output import scaling_tables, scaling_values
     from angpt.fits.scaling import Options, fit_scaling
-    from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
+    from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 
     console = Console()
     options = Options(Counting(count, attention), curves, bootstrap, seed, huber, paper, bins)

@@ -21,7 +21,8 @@ NATS = 8.0
 """A quarter of the runs lies below this loss unless it is a perplexity: that of random guessing is log of the
 vocabulary, 10.8 for 50,000 tokens."""
 SMALL_BATCH, MANY_STEPS, MOST_STEPS = 4096, 3e5, 5e6
-HIGH_LR, LARGE_MODEL, HIGH_LR_OF_LARGE = 0.5, 2e7, 0.1
+HIGH_LR, HIGH_LR_OF_LARGE, LARGE_MODEL = 0.5, 0.1, 2e7
+"""Learning rates that half of the runs do not exceed, of small and of large models."""
 FAR = math.log(1.6)
 """Excess of log loss over that of similar runs beyond which a run counts as diverged."""
 
@@ -62,15 +63,14 @@ def check_units(records: Sequence[Record]) -> list[str]:
             f"{records[0].source}: losses from {min(losses):.4g} to {max(losses):.4g} look like perplexities; write "
             "their natural logarithms"
         )
-    high = [
-        r
-        for r in records
-        if (r.lr or 0.0) > (HIGH_LR_OF_LARGE if r.parameters > LARGE_MODEL else HIGH_LR) and r.status == "finished"
-    ]
-    if not high:
+    rates = sorted((r for r in records if r.lr is not None), key=lambda r: r.lr or 0.0)
+    if not rates:
         return []
-    top = max(high, key=lambda r: r.lr or 0.0)
-    return [f"check: lr = {top.lr:g} ({top.source}) is unusually high; are learning rates in per cent, or times 100?"]
+    large = float(np.median([r.parameters for r in rates])) > LARGE_MODEL
+    if (rates[len(rates) // 2].lr or 0.0) <= (HIGH_LR_OF_LARGE if large else HIGH_LR):
+        return []
+    low, high = f"{rates[0].lr:g}", f"{rates[-1].lr:g} ({rates[-1].source})"
+    return [f"check: learning rates from {low} to {high} are unusually high; are they in per cent, or times 100?"]
 
 
 def _steps(record: Record) -> float:

@@ -163,6 +163,8 @@ class Frontier:
     """Points of the laws of the loss: runs, moved to the optimal size of their compute if there is one."""
     optimal: bool
     """False if there is no optimum, and L(C) is that of the best runs, an upper bound."""
+    curved: bool
+    """True if the power law of the loss does not describe it."""
     notes: tuple[str, ...]
 
 
@@ -179,8 +181,9 @@ def fit_frontier(sample: Sample, run_of: Ints) -> Frontier | str:
         compute, losses = sample.compute[best], np.exp(sample.log_loss[best])
         loss = fit_power_law(compute, losses)
         bound = f"no N_opt(C), no D_opt(C): {problem}; L(C) is that of the best runs, an upper bound of the optimum"
-        notes = [bound, *curvature_notes(compute, losses)]
-        return Frontier(loss, "there is no optimum", None, None, compute, losses, False, tuple(notes))
+        curved = curvature_notes(compute, losses)
+        notes = [bound, *curved]
+        return Frontier(loss, "there is no optimum", None, None, compute, losses, False, bool(curved), tuple(notes))
     used = valley.weight > 0
     size = valley.law(sample.compute)
     # Tokens by compute and size: exactly C / 6N if C = 6·N·D, close if attention is counted.
@@ -206,11 +209,12 @@ def fit_frontier(sample: Sample, run_of: Ints) -> Frontier | str:
     if isinstance(saturating, Saturating):
         saturating = saturating.propagate(terms, valley.covariance, valley.freedom)
     losses = np.exp(valley.at_optimum[used])
-    notes = curvature_notes(compute, losses)
+    curved = curvature_notes(compute, losses)
+    notes = list(curved)
     if len(compute) < len(x):
         far = f"{len(x) - len(compute):,} of {len(x):,} points are not used: their size is not within a factor of"
         notes.append(f"{far} {WINDOW:g} of the best one")
-    return Frontier(loss, saturating, size, tokens, compute, losses, True, tuple(notes))
+    return Frontier(loss, saturating, size, tokens, compute, losses, True, bool(curved), tuple(notes))
 
 
 def _find_valley(sample: Sample, run_of: Ints) -> tuple[Valley, None] | tuple[None, str]:

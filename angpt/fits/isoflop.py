@@ -86,6 +86,8 @@ class IsoFlop:
     """L(C) with an irreducible loss, or why there is none."""
     parameters: PowerLaw
     tokens: PowerLaw
+    curved: bool
+    """True if the power law of the loss does not describe it."""
     notes: tuple[str, ...]
 
 
@@ -113,13 +115,15 @@ def fit_isoflop(sample: Sample, method: Method = "parabola") -> IsoFlop | str:
     reach = np.log([level.parameters[-1] / level.parameters[0] for level, _ in good]) / 2
     if problem := scattered(off, reach, by_slope):
         return problem
+    curved = curvature_notes(compute, losses)
     return IsoFlop(
         levels=levels,
         loss=fit_power_law(compute, losses, by_loss),
         saturating=fit_saturating(compute, losses, by_loss),
         parameters=size_law,
         tokens=fit_power_law(compute, tokens, by_slope),
-        notes=(*notes, *curvature_notes(compute, losses)),
+        curved=bool(curved),
+        notes=(*notes, *curved),
     )
 
 

@@ -15,6 +15,7 @@ from angpt.fits.frontier import Frontier
 from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
+from angpt.fits.plane import PlaneLaw
 from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
@@ -55,7 +56,7 @@ def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Cha
 
 def plain(value: Any) -> Any:
     """A value in the types of JSON; numbers that are not finite become null."""
-    if isinstance(value, PowerLaw):
+    if isinstance(value, PowerLaw | PlaneLaw):
         return plain(value.summary())
     if isinstance(value, Saturating):
         return plain(value.estimates())
@@ -124,20 +125,30 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
         if (o := s.optimum) is not None:
             found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}")
         optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
-    laws, checks = [], []
+    laws, planes, checks = [], [], []
     for t in fit.trends:
         name = label(t.architecture)
-        for what, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
-            cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(len(t.sizes))
-            laws.append((f"{name} {what}", *cells))
+        for what, law in (("B*", t.batch_tokens), ("lr*", t.lr)):
+            if isinstance(law, PlaneLaw):
+                cells = (estimate_text(law.at(1.0, 1.0), ".3g"), *map(estimate_text, law.exponents))
+                planes.append((f"{name} {what}(N, D)", *cells, str(len(t.optima))))
+            else:
+                cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope)
+                laws.append((f"{name} {what}(N)", *cells, str(len(t.optima))))
         for left in t.leave_one_out:
+            tokens = f", {quantity(left.tokens)} tokens" if t.with_tokens else ""
             ratios = estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f")
-            checks.append((f"{name} {quantity(left.parameters)}", *ratios))
+            checks.append((f"{name} {quantity(left.parameters)}{tokens}", *ratios))
     columns = ("model", "tokens", "batch tokens", "learning rate", "loss")
-    title = "Each size left out: prediction from the others ÷ optimum found"
+    title = "Each left out: prediction from the others ÷ optimum found"
     tables = (
         Table(columns, optima, "Optima"),
         Table(("law", "prefactor", "exponent", "sizes"), laws, "Laws over the parameters N, with 95 % intervals"),
+        Table(
+            ("law", "prefactor", "exponent of N", "exponent of D", "n"),
+            planes,
+            "Laws over the parameters N and the tokens D, with 95 % intervals",
+        ),
         Table(("model", "batch size", "learning rate"), checks, title),
     )
     return [table for table in tables if table.rows]

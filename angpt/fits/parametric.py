@@ -178,6 +178,11 @@ class Parametric:
             terms = np.stack([self.theta[:, 0], log_a - a * n, log_b - b * d])
             return n, d, np.logaddexp.reduce(terms, axis=0)
 
+    def log_loss(self, log_parameters: float, log_tokens: float) -> Floats:
+        """log L of a size and a number of tokens, for all rows."""
+        e, log_a, log_b, a, b = self.theta.T
+        return np.logaddexp.reduce(np.stack([e, log_a - a * log_parameters, log_b - b * log_tokens]), axis=0)
+
     def log_compute(self, loss: float) -> Floats:
         """log of the compute at which the best allocation reaches a loss, for all rows; infinite for a loss below E."""
         middle = sum(map(math.log, self.compute)) / 2

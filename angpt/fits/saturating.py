@@ -47,6 +47,20 @@ class Saturating:
         found = Interval(e, low, irreducible.high), scale, self._interval(alpha, (0, 0, 1))
         return dict(zip(("E", "C₀", "α"), found, strict=True))
 
+    @property
+    def exponent(self) -> tuple[float, float, float]:
+        """The exponent of L(C) − E, −α, with its standard error and degrees of freedom."""
+        return -float(self.theta[2]), math.sqrt(float(self.covariance[2, 2])), self.freedom
+
+    def log_inverse(self, loss: float) -> tuple[float, float]:
+        """log C at which the law reaches a loss, and its standard error; infinite for a loss below E."""
+        e, level, alpha = map(float, self.theta)
+        if loss <= e:
+            return math.inf, math.inf
+        t = (level - math.log(loss - e)) / alpha
+        gradient = np.array([1 / (alpha * (loss - e)), 1 / alpha, -t / alpha])
+        return self.center + t, math.sqrt(max(0.0, float(gradient @ self.covariance @ gradient)))
+
     def log_at(self, compute: float) -> Interval:
         """log L at a compute."""
         e, level, alpha = map(float, self.theta)

@@ -17,6 +17,7 @@ from angpt.fits.isoflop import IsoFlop, fit_isoflop
 from angpt.fits.parametric import DELTA, Parametric, fit_parametric
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.fits.records import RunTable
+from angpt.fits.saturating import Saturating
 from angpt.present.words import label, quantity
 from angpt.stats import Difference, Interval, difference, welch
 
@@ -81,6 +82,12 @@ class ArchitectureFit:
         fit = getattr(self, approach)
         return None if fit is None or isinstance(fit, str | Parametric) else getattr(fit, name)
 
+    def loss_law(self, approach: Approach) -> PowerLaw | Saturating | None:
+        """L(C): with an irreducible loss if there is one and the losses need it, otherwise the power law."""
+        law, fit = self.law(approach, "loss"), getattr(self, approach)
+        saturating = getattr(fit, "saturating", None)
+        return saturating if isinstance(saturating, Saturating) and fit.curved else law
+
     def estimate(self, approach: Approach, name: str) -> LawEstimate | None:
         """Prefactor and exponent of a law; the parametric law of the loss has no single prefactor."""
         if approach != "parametric":
@@ -96,9 +103,9 @@ class ArchitectureFit:
 
     def losses(self, approach: Approach) -> tuple[float, float] | None:
         """The lowest and highest loss that the approach's law of the loss was fitted to."""
-        law, p = self.law(approach, "loss"), self.parametric
-        if law is not None:
-            ends = [law.at(c).mean for c in law.x]
+        law, curve, p = self.law(approach, "loss"), self.loss_law(approach), self.parametric
+        if law is not None and curve is not None:
+            ends = [math.exp(curve.log_at(c).mean) for c in law.x]
         elif approach == "parametric" and not isinstance(p, str):
             ends = [math.exp(p.log_optimum(math.log(c))[2][0]) for c in p.compute]
         else:
@@ -214,6 +221,10 @@ def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach
     one, two = base.estimate(approach, name), other.estimate(approach, name)
     if one is None or two is None:
         return None
+    curves = base.loss_law(approach), other.loss_law(approach)
+    if name == "loss" and isinstance(curves[0], Saturating) and isinstance(curves[1], Saturating):
+        exponents = curves[0].exponent, curves[1].exponent
+        return Exponents("L(C) − E", exponents[0][0], exponents[1][0], difference(*exponents))
     laws = base.law(approach, name), other.law(approach, name)
     if laws[0] is not None and laws[1] is not None:
         found = difference(*((law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None))
@@ -229,7 +240,7 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
     """Compute of `other` divided by that of `base` at a loss, by the laws of both (which must exist)."""
     if approach == "parametric":
         return _paired(base, other, lambda p: p.log_compute(loss))[1].exp()
-    laws = [law for f in (base, other) if (law := f.law(approach, "loss")) is not None]
+    laws: list[PowerLaw | Saturating] = [law for f in (base, other) if (law := f.loss_law(approach)) is not None]
     (one, one_error), (two, two_error) = (law.log_inverse(loss) for law in laws)
     error, freedom = welch([(one_error, laws[0].freedom), (two_error, laws[1].freedom)])
     return Interval.around(two - one, error, freedom).exp()

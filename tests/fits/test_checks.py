@@ -54,7 +54,7 @@ def test_units_that_cannot_be_right(tmp_path, records, message):
 
 def test_rates_times_100(tmp_path):
     table = read_table([write_csv(tmp_path / "x.csv", change(SWEEP, lr=100.0))])
-    assert sum("is unusually high; are learning rates in per cent, or times 100?" in note for note in table.notes) == 1
+    assert sum("are unusually high; are they in per cent, or times 100?" in note for note in table.notes) == 1
 
 
 def test_usual_input_passes():

@@ -25,7 +25,7 @@ def test_hparams(tmp_path, capsys):
         capsys, "fit", "hparams", sweeps(tmp_path), "--out", out, "--write-rules", tmp_path / "rules.toml"
     )
     assert code == 0
-    for words in ("anGPT 506M", "GPT+ lr*(N)", "Each size left out", "rule: "):
+    for words in ("anGPT 506M", "GPT+ lr*(N)", "Each left out", "rule: "):
         assert words in text
     result = json.loads((out / "hparams.json").read_text())
     assert {t["architecture"] for t in result["trends"]} == {"gpt+", "angpt"}
@@ -42,6 +42,25 @@ def test_hparams(tmp_path, capsys):
     captions = (out / "hparams.md").read_text()
     assert "Diamonds: the two-stage estimates" in captions
     assert "lr = " in (tmp_path / "rules.toml").read_text()
+
+
+def test_hparams_over_tokens(tmp_path, capsys):
+    """Sizes with several budgets give laws of parameters and tokens; with --multiple, of parameters alone."""
+    valley, out = Valley(tokens=(0.4, -0.3)), tmp_path / "out"
+    records = sweep_records(valley, MODELS[:3], 0.001, multiples=(5.0, 20.0, 60.0))
+    source = write_csv(tmp_path / "x.csv", records, shuffle=0)
+    code, text = angpt(capsys, "fit", "hparams", source, "--out", out, "--write-rules", tmp_path / "rules.toml")
+    assert code == 0
+    for words in ("anGPT lr*(N, D)", "exponent of D", "anGPT 32M, 641M tokens", "over tokens"):
+        assert words in text
+    (law,) = json.loads((out / "hparams.json").read_text())["trends"]
+    found = law["lr"]["tokens_exponent"]
+    assert found["low"] < -0.3 < found["high"]
+    assert {p.name for p in out.glob("*.png")} == {"sweeps.png", "tokens.png"}
+    assert "lr_tokens_exponent = -0." in (tmp_path / "rules.toml").read_text()
+    code, text = angpt(capsys, "fit", "hparams", source, "--out", out, "--multiple", 20)
+    assert code == 0
+    assert "anGPT lr*(N) " in text
 
 
 def test_hparams_of_one_size(tmp_path, capsys):

@@ -8,12 +8,13 @@ import pytest
 
 from angpt.errors import UserError
 from angpt.fits.compute import Counting
+from angpt.fits.curve_figures import isoflop_curves, parametric_law
 from angpt.fits.hparam_figures import sweeps, trends
 from angpt.fits.hparams import fit_hparams
 from angpt.fits.output import hparam_tables, plain, scaling_tables, scaling_values
 from angpt.fits.records import Record, average
 from angpt.fits.scaling import APPROACHES, Options, fit_scaling
-from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
+from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 from angpt.present.charts import Absent, Chart
 from tests.fits.synthetic import Law, isoflop_records
 from tests.intervals import check_intervals
@@ -91,12 +92,16 @@ def test_compute_saved_without_noise(approach):
 
 
 @pytest.mark.parametrize(
-    ("E", "approaches"), [(0.0, ("frontier", "isoflop")), pytest.param(Law.E, ("parametric",), marks=pytest.mark.slow)]
+    ("E", "approaches"),
+    [
+        (0.0, ("frontier", "isoflop")),
+        pytest.param(Law.E, ("frontier", "isoflop", "parametric"), marks=pytest.mark.slow),
+    ],
 )
 def test_savings_and_differences_cover_the_truth(E, approaches):
     """Equal exponents differ significantly in few trials, and most intervals contain the true ratio.
 
-    A power law of the loss itself is true without irreducible loss only.
+    Without irreducible loss L(C) is a power law; with one, the law that has it is compared.
     """
     expected = 0.93 ** (-1 / Law().exponents["loss"])
     trials = {a: [] for a in approaches}
