@@ -170,7 +170,7 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
         for name in next((list(p) for p in values if p), ())
     ]
     saturating = [
-        (f"{label(f.architecture)}", short, *(estimate_text(e, ".4g") for e in found.estimates().values()))
+        (f"{label(f.architecture)}", short, *(estimate_text(e, ".3g") for e in found.estimates().values()))
         for f in fit.architectures
         for approach, short in SHORT.items()
         if isinstance(found := getattr(getattr(f, approach), "saturating", None), Saturating)
@@ -179,7 +179,7 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
     names = [label(f.architecture) for f in fit.architectures]
     tables = [
         Table(columns, laws, "Power laws of the compute C, with 95 % intervals"),
-        Table(("", "by", "E", "C₀", "α"), saturating, "L(C) = E + (C₀/C)^α, with 95 % intervals"),
+        Table(("", "by", "E", "C₀", "α"), saturating, "L(C) = E + (C₀/C)ᵅ, with 95 % intervals"),
         Table(("", *names), parametric, "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals"),
         *(_comparison_tables(fit) if fit.comparisons else ()),
     ]

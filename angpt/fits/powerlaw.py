@@ -45,6 +45,10 @@ class PowerLaw:
         variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
         return Interval.around(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
 
+    def log_mean(self, x: Floats) -> Floats:
+        """log y at each x, without intervals."""
+        return self.level + self.exponent * (np.log(x) - self.center)
+
     def at(self, x: float, new: bool = False) -> Interval:
         return self.log_at(x, new).exp()
 
@@ -159,5 +163,5 @@ def curvature_notes(x: ArrayLike, y: ArrayLike) -> list[str]:
     low, high = (f"{exponent:.3f}".replace("-", "−") for exponent in ends)
     return [
         f"L(C) is not a power law over this range: its exponent changes from {low} to {high}, as with an irreducible "
-        "loss; the exponent given is a mean, and E + (C₀/C)^α includes that loss"
+        "loss; the exponent given is a mean, and E + (C₀/C)ᵅ includes that loss"
     ]

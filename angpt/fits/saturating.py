@@ -1,4 +1,4 @@
-"""The loss with an irreducible part as a function of compute, L(C) = E + (C₀/C)^α, by least squares of log L.
+"""The loss with an irreducible part as a function of compute, L(C) = E + (C₀/C)ᵅ, by least squares of log L.
 
 Intervals are those of the delta method with Student's t for n − 3 degrees of freedom.
 """
@@ -60,6 +60,11 @@ class Saturating:
         t = (level - math.log(loss - e)) / alpha
         gradient = np.array([1 / (alpha * (loss - e)), 1 / alpha, -t / alpha])
         return self.center + t, math.sqrt(max(0.0, float(gradient @ self.covariance @ gradient)))
+
+    def log_mean(self, compute: Floats) -> Floats:
+        """log L at each compute, without intervals."""
+        e, level, alpha = self.theta
+        return np.log(e + np.exp(level - alpha * (np.log(compute) - self.center)))
 
     def log_at(self, compute: float) -> Interval:
         """log L at a compute."""

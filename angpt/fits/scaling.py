@@ -209,6 +209,8 @@ def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -
     problem = None
     if len(ranges) < 2:
         problem = "one of the two has no law"
+    elif approach != "parametric" and loss_laws(base, other, approach) is None:
+        problem = "the losses are curved, and one of the two has no law with an irreducible loss"
     elif (low := max(r[0] for r in ranges)) >= (high := min(r[1] for r in ranges)):
         problem = "the two reached no common loss; nothing is extrapolated"
     else:
@@ -217,14 +219,25 @@ def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -
     return Comparison(approach, base.architecture, other.architecture, exponents, savings, problem)
 
 
+def loss_laws(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> list[PowerLaw | Saturating] | None:
+    """L(C) of both in one form, with an irreducible loss if the losses of either are curved; None if one lacks it."""
+    fits = getattr(base, approach), getattr(other, approach)
+    form = "saturating" if any(getattr(fit, "curved", False) for fit in fits) else "loss"
+    laws = [law for fit in fits if isinstance(law := getattr(fit, form, None), PowerLaw | Saturating)]
+    return laws if len(laws) == 2 else None
+
+
 def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, name: str) -> Exponents | None:
     one, two = base.estimate(approach, name), other.estimate(approach, name)
     if one is None or two is None:
         return None
-    curves = base.loss_law(approach), other.loss_law(approach)
-    if name == "loss" and isinstance(curves[0], Saturating) and isinstance(curves[1], Saturating):
-        exponents = curves[0].exponent, curves[1].exponent
-        return Exponents("L(C) − E", exponents[0][0], exponents[1][0], difference(*exponents))
+    if name == "loss" and approach != "parametric":
+        curves = loss_laws(base, other, approach)
+        if curves is None:
+            return None
+        if isinstance(curves[0], Saturating) and isinstance(curves[1], Saturating):
+            exponents = curves[0].exponent, curves[1].exponent
+            return Exponents("L(C) − E", exponents[0][0], exponents[1][0], difference(*exponents))
     laws = base.law(approach, name), other.law(approach, name)
     if laws[0] is not None and laws[1] is not None:
         found = difference(*((law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None))
@@ -240,7 +253,8 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
     """Compute of `other` divided by that of `base` at a loss, by the laws of both (which must exist)."""
     if approach == "parametric":
         return _paired(base, other, lambda p: p.log_compute(loss))[1].exp()
-    laws: list[PowerLaw | Saturating] = [law for f in (base, other) if (law := f.loss_law(approach)) is not None]
+    laws = loss_laws(base, other, approach)
+    assert laws is not None
     (one, one_error), (two, two_error) = (law.log_inverse(loss) for law in laws)
     error, freedom = welch([(one_error, laws[0].freedom), (two_error, laws[1].freedom)])
     return Interval.around(two - one, error, freedom).exp()

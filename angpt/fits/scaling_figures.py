@@ -204,7 +204,7 @@ def _exponents(f: ArchitectureFit) -> dict[Approach, LawEstimate]:
 
 def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, color: str) -> None:
     s, loss, law = f.sample, f.loss_law("frontier"), f.law("frontier", name)
-    above = np.array([y - loss.log_at(c).mean for c, y in zip(s.compute, s.log_loss, strict=True)]) if loss else s.seeds
+    above = s.log_loss - loss.log_mean(s.compute) if loss else np.zeros(len(s))
     shades = LinearSegmentedColormap.from_list("excess", [color, PALE])
     order = np.argsort(-above)  # the best on top
     ax.scatter(s.compute[order], getattr(s, name)[order], c=100 * above[order], cmap=shades, norm=Normalize(0, EXCESS),

@@ -13,6 +13,7 @@ from angpt.fits.hparam_figures import sweeps, trends
 from angpt.fits.hparams import fit_hparams
 from angpt.fits.output import hparam_tables, plain, scaling_tables, scaling_values
 from angpt.fits.records import Record, average
+from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, Options, fit_scaling
 from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 from angpt.present.charts import Absent, Chart
@@ -139,6 +140,20 @@ def test_nothing_is_extrapolated():
     for c in found.comparisons:
         assert c.savings == ()
         assert c.problem == "the two reached no common loss; nothing is extrapolated"
+
+
+def test_curved_losses_are_compared_by_laws_of_one_form():
+    """With an irreducible loss for both, or not at all."""
+    records = isoflop_records(Law(), SIZES, COMPUTES, 0.001, 0, "gpt+")
+    records += isoflop_records(Law(A=380, B=380), SIZES, COMPUTES[:4], 0.001, 1, "angpt")
+    found = fit_scaling(average(records), options(bootstrap=0))
+    comparison = next(c for c in found.comparisons if c.approach == "isoflop")
+    assert isinstance(found.of("gpt+").isoflop.saturating, Saturating)
+    assert isinstance(found.of("angpt").isoflop.saturating, str)  # four levels are too few
+    assert comparison.problem == "the losses are curved, and one of the two has no law with an irreducible loss"
+    frontier = next(c for c in found.comparisons if c.approach == "frontier")
+    assert frontier.exponents[0].quantity == "L(C) − E"
+    assert frontier.savings
 
 
 def test_the_baseline_can_be_chosen():
