@@ -10,7 +10,8 @@ import tyro
 
 from angpt.cli.analysis import expand
 from angpt.errors import UserError, nearest
-from angpt.fits.records import Count, RunTable, read_table
+from angpt.fits.reading import read_table
+from angpt.fits.records import Count, RunTable
 from angpt.present.tables import Table, show
 
 if TYPE_CHECKING:
@@ -33,16 +34,16 @@ def hparams(
     multiple: float | None = None,
     write_rules: Path | None = None,
 ) -> None:
-    """Best batch size and learning rate as functions of model size: two-stage interpolation, power laws, intervals.
+    """Best batch size and learning rate as functions of model size, and of tokens if sizes have several budgets.
 
     Args:
         out: Folder for hparams.json and the figures.
-        multiple: Use the runs with this many tokens per parameter, if there are several budgets.
+        multiple: Use only the runs with this many tokens per parameter: laws over the model size alone.
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
     from rich.console import Console
 
-    from angpt.fits.hparam_figures import sweeps, trends
+    from angpt.fits.hparam_figures import sweeps, token_trends, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
 
@@ -52,7 +53,13 @@ def hparams(
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
     fit = fit_hparams(table, multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    _write(console, out, "hparams", {"made_by": source, **vars(fit)}, [sweeps(fit), trends(fit)], hparam_tables(fit))
+    several = {size.architecture for size in fit.sizes if size.budgets > 1}
+    charts: list[Chart | Absent] = [sweeps(fit)]
+    if several < {size.architecture for size in fit.sizes}:
+        charts.append(trends(fit))
+    if several:
+        charts.append(token_trends(fit))
+    _write(console, out, "hparams", {"made_by": source, **vars(fit)}, charts, hparam_tables(fit))
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write
 
@@ -70,10 +77,11 @@ def scaling(
     count: Count = "all",
     attention: bool = False,
     curves: bool = False,
-    bins: int = 1500,
     bootstrap: int = 1000,
-    huber: float | None = None,
+    huber: float = 0.001,
     seed: int = 0,
+    paper: bool = False,
+    bins: int = 1500,
 ) -> None:
     """Loss as a function of compute, and the best size and tokens for it: three approaches, architectures compared.
 
@@ -83,22 +91,24 @@ def scaling(
         count: What counts as N in C = 6·N·D: all parameters; without the embedding, which is a look-up (head); without
             embedding and head (none); or all, with the compute that the records state (given).
         attention: Also count the FLOPs of attention.
-        curves: Use all evaluations during runs for the minima, as Chinchilla does, instead of complete runs.
-        bins: Bins of equal logarithmic width over the range of compute, each with its lowest loss.
+        curves: Use all evaluations during runs for the frontier, instead of complete runs.
         bootstrap: Bootstrap samples for the intervals of the parametric fit.
-        huber: δ of the parametric fit's Huber loss; unless given, 0.001 or 1.345 standard deviations of the noise,
-            whichever is more.
+        huber: δ of the Huber loss of the parametric fit.
         seed: Seed of the bootstrap.
+        paper: Also follow the paper's procedure to the letter: the best run of each compute bin, and power laws through
+            them. Without several sizes in each bin its laws are those of the design (docs/table-j1.md).
+        bins: Bins of equal logarithmic width for --paper.
     """
     from rich.console import Console
 
     from angpt.fits.compute import Counting
+    from angpt.fits.curve_figures import isoflop_curves, parametric_law
     from angpt.fits.output import scaling_tables, scaling_values
     from angpt.fits.scaling import Options, fit_scaling
-    from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
+    from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 
     console = Console()
-    options = Options(Counting(count, attention), curves, bins, bootstrap, seed, huber)
+    options = Options(Counting(count, attention), curves, bootstrap, seed, huber, paper, bins)
     table = _read(console, sources, (), architectures, curves)
     with console.status("fitting"):
         fit = fit_scaling(table, options, baseline)

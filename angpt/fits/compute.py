@@ -11,8 +11,8 @@ from angpt.fits.powerlaw import Floats
 from angpt.fits.records import COLUMNS, Cell, Count
 
 MERGE = 0.02
-"""Budgets of one model size that differ by at most this fraction are equal: runs with different batch sizes rarely end
-at the same number of tokens."""
+"""Budgets of one model size that differ by at most this fraction are equal when choices are compared: runs with
+different batch sizes rarely end at the same number of tokens."""
 COUNTED: dict[Count, tuple[str, tuple[str, ...]]] = {
     "all": ("all parameters, embedding and head included", ()),
     "head": ("parameters without the embedding, head included", ("embedding_parameters",)),
@@ -77,24 +77,35 @@ class Sample:
 
 
 def make_sample(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, list[str]]:
-    """The best complete run of one architecture at each size and budget, over batch size, rate and other settings."""
+    """Every complete run of one architecture; of runs that differ in a choice (batch size, rate, settings), the best.
+
+    Runs of equal choices, or without any in their records, are all kept, also if their budgets are nearly equal.
+    """
     n, per_token = counting.of(cells)
     tokens = _column(cells, "tokens")
     loss = np.array([cell.log_loss for cell in cells])
-    best: list[int] = []
-    start = 0
+    groups: list[list[int]] = []
     for i in np.lexsort((tokens, n)):
-        if best and n[i] == n[start] and tokens[i] <= tokens[start] * (1 + MERGE):
-            if loss[i] < loss[best[-1]]:
-                best[-1] = i
-        else:
-            start = i
-            best.append(i)
+        same = groups and n[i] == n[groups[-1][0]] and tokens[i] <= tokens[groups[-1][0]] * (1 + MERGE)
+        groups[-1].append(int(i)) if same else groups.append([int(i)])
+    kept = [i for group in groups for i in _best_choice(cells, group)]
     notes = []
-    if len(best) < len(cells):
-        notes.append(f"{len(cells):,} points share {len(best):,} pairs of size and budget; the best of each is taken")
+    if len(kept) < len(cells):
+        pairs = f"{len(cells):,} points, {len(groups):,} pairs of size and budget (within {MERGE:.0%})"
+        notes.append(f"{pairs}: of those that differ in batch size, rate or settings the best is taken")
     seeds = np.array([float(cell.seeds) for cell in cells])
-    return Sample(n, tokens, per_token * tokens, loss, seeds).take(best), notes
+    return Sample(n, tokens, per_token * tokens, loss, seeds).take(kept), notes
+
+
+def _best_choice(cells: Sequence[Cell], group: list[int]) -> list[int]:
+    """Those of the group with the batch size, rate and settings of its lowest loss."""
+
+    def choice(i: int) -> tuple[object, ...]:
+        record = cells[i].record
+        return record.batch_tokens, record.lr, record.settings
+
+    best = choice(min(group, key=lambda i: cells[i].log_loss))
+    return [i for i in group if choice(i) == best]
 
 
 def make_curves(cells: Sequence[Cell], counting: Counting) -> tuple[Sample, NDArray[np.intp]]:

@@ -1,4 +1,4 @@
-"""The figures of a hyper-parameter fit: the sweeps with their minima, and the trends over model size."""
+"""The figures of a hyper-parameter fit: the sweeps with their minima, and the trends over model size and tokens."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,12 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend
+from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend, predict
+from angpt.fits.plane import PlaneLaw
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.present.charts import Absent, Chart
 from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, log_ticks, looks, panels
-from angpt.present.words import bracketed, label, listed, quantity
+from angpt.present.words import bracketed, label, listed, quantity, scientific
 
 EXCESS = 3.0
 """Per cent above the best loss at which the colour scale ends."""
@@ -40,8 +41,7 @@ def sweeps(fit: HparamFit) -> Chart:
             ax.set_xscale("log")
             label_axis(ax.xaxis, "{:g}".format, log_ticks(*ax.get_xlim(), short=100))
             ax.set_ylim(*_loss_range(size))
-            title = f"{label(size.architecture)} {quantity(size.parameters)}"
-            ax.set(title=title, xlabel="learning rate", ylabel="validation loss")
+            ax.set(title=size.name, xlabel="learning rate", ylabel="validation loss")
         star = Line2D([], [], color="none", marker="*", ms=10, mfc="white", mec=INK, label="interpolated minimum")
         lines = (
             Line2D([], [], color=color, marker=marker, ms=4, lw=1.4, label=f"{quantity(b)} tokens")
@@ -76,10 +76,10 @@ def sweeps(fit: HparamFit) -> Chart:
 def _draw_sweep(ax: Axes, sweep: Sweep, color: tuple[float, ...], marker: str) -> None:
     ax.plot(sweep.lrs, sweep.losses, marker, color=color, ms=4)
     curve = sweep.curve()
-    if curve is None or curve.method == "parabola":  # the parabola joins only three points
-        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2, alpha=0.5 if curve else 1.0)
-    if curve is not None:
-        x = np.linspace(*curve.support, 200)
+    if curve is None:
+        ax.plot(sweep.lrs, sweep.losses, ":", color=color, lw=1.2)
+    else:
+        x = np.linspace(curve.x[0], curve.x[-1], 200)
         ax.plot(np.exp(x), np.exp(curve(x)), color=color, lw=1.4)
     for lr in sweep.diverged:
         ax.plot(lr, 0.97, "x", color=color, ms=5, mew=1.4, transform=ax.get_xaxis_transform())
@@ -101,15 +101,17 @@ def _loss_range(size: SizeFit) -> tuple[float, float]:
 def trends(fit: HparamFit) -> Chart | Absent:
     """Best batch size and learning rate over model size."""
     title = "Trends of batch size and learning rate"
-    names = list(dict.fromkeys(size.architecture for size in fit.sizes))
-    if not fit.trends:
-        return Absent(title, "No architecture has two sizes with an optimum inside their grids.")
+    over_size = [t for t in fit.trends if not t.with_tokens]
+    several = {size.architecture for size in fit.sizes if size.budgets > 1}
+    names = [n for n in dict.fromkeys(size.architecture for size in fit.sizes) if n not in several]
+    if not over_size:
+        return Absent(title, "No architecture has two sizes with one budget and an optimum inside their grids.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(names), narrow, columns=2, height=3.1)
         style = looks(names)
         for i, name in enumerate(names):
-            trend = next((t for t in fit.trends if t.architecture == name), None)
+            trend = next((t for t in over_size if t.architecture == name), None)
             pair = axes[2 * i : 2 * i + 2]
             for ax, what in zip(pair, WORDS, strict=True):
                 drawn = _draw_trend(ax, fit.of(name), trend, what, style[name].color)
@@ -120,10 +122,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
             bar.outline.set_visible(False)
         return figure
 
-    laws = [
-        f"{label(t.architecture)}: B* = {law_text(t.batch_tokens, 'N')}, lr* = {law_text(t.lr, 'N')}"
-        for t in fit.trends
-    ]
+    laws = [f"{label(t.architecture)}: B* = {law_text(t.batch_tokens)}; lr* = {law_text(t.lr)}" for t in over_size]
     return Chart(
         name="trends",
         title=title,
@@ -142,9 +141,76 @@ def trends(fit: HparamFit) -> Chart | Absent:
     )
 
 
-def law_text(law: PowerLaw, variable: str) -> str:
-    """A power law as text: prefactor, variable, and exponent with its interval."""
-    return f"{law.prefactor.mean:.4g}·{variable}^{bracketed(law.slope, '.3f')}".replace("-", "−")
+def token_trends(fit: HparamFit) -> Chart | Absent:
+    """Best batch size and learning rate over tokens, a line for each model size."""
+    title = "Trends over training tokens"
+    having = [t for t in fit.trends if t.with_tokens]
+    if not having:
+        return Absent(title, "No architecture has optima for several budgets of a size.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2 * len(having), narrow, columns=2, height=3.3)
+        for i, trend in enumerate(having):
+            for ax, what in zip(axes[2 * i : 2 * i + 2], WORDS, strict=True):
+                _draw_token_trend(ax, trend, what)
+                words, unit = WORDS[what]
+                ax.set(title=f"{label(trend.architecture)}: {words}", xlabel="training tokens D", ylabel=unit)
+        return figure
+
+    laws = [f"{label(t.architecture)}: B* = {law_text(t.batch_tokens)}; lr* = {law_text(t.lr)}" for t in having]
+    return Chart(
+        name="tokens",
+        title=title,
+        caption="Optimal batch size and learning rate over the number of training tokens. Points: the two-stage "
+        "estimates of each model size and budget; lines: the power law of parameters and tokens through all of them, "
+        f"with its 95 % band. {'. '.join(laws)}.",
+        alt=f"Batch size and learning rate against tokens, a line for each model size. {'; '.join(laws)}.",
+        columns=(
+            "architecture",
+            "parameters",
+            "tokens",
+            "best_batch_tokens",
+            "best_lr",
+            "fitted_batch_tokens",
+            "fitted_lr",
+        ),
+        rows=tuple(
+            (t.architecture, s.parameters, s.tokens, o.batch_tokens, o.lr, *fitted)
+            for t in having
+            for s in t.optima
+            if (o := s.optimum) is not None
+            for fitted in [[predict(law, s.parameters, s.tokens).mean for law in (t.batch_tokens, t.lr)]]
+        ),
+        draw=draw,
+    )
+
+
+def _draw_token_trend(ax: Axes, trend: Trend, what: str) -> None:
+    law, sizes = getattr(trend, what), trend.sizes
+    for i, size in enumerate(sizes):
+        color = DEPTH(i / max(1, len(sizes) - 1))
+        found = [(s.tokens, getattr(s.optimum, what)) for s in trend.optima if s.parameters == size]
+        x = np.geomspace(min(d for d, _ in found) / 1.3, max(d for d, _ in found) * 1.3, 40)
+        mean, low, high = np.array([(v.mean, v.low, v.high) for v in (predict(law, size, d) for d in x)], float).T
+        ax.plot(x, mean, "--", color=color, lw=1.3)
+        if law.freedom > 0:
+            band(ax, x, low, high, color)
+        ax.plot(*zip(*found, strict=True), MARKERS[i % 7], color=color, mec=INK, mew=0.6, ms=6, label=quantity(size))
+    ax.set(xscale="log", yscale="log")
+    label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
+    text = quantity if what == "batch_tokens" else "{:.2g}".format
+    label_axis(ax.yaxis, text, log_ticks(*ax.get_ylim(), digits=(1, 2, 3, 5, 7)))
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
+
+
+def law_text(law: PowerLaw | PlaneLaw, variable: str = "N") -> str:
+    """A power law as text: prefactor, variables, and exponents with their intervals."""
+    factor = law.at(1.0, 1.0).mean if isinstance(law, PlaneLaw) else law.prefactor.mean
+    text = f"{factor:.3g}" if 1e-3 <= factor < 1e4 else scientific(factor, 3)
+    if isinstance(law, PlaneLaw):
+        a, b = (bracketed(e, ".3f") for e in law.exponents)
+        return f"{text}·Nᵃ·Dᵇ, a = {a}, b = {b}"
+    return f"{text}·{variable}ᵅ, α = {bracketed(law.slope, '.3f')}"
 
 
 def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: str, color: str) -> PathCollection:

@@ -1,21 +1,25 @@
-"""The best batch size and learning rate as functions of model size: the two-stage interpolation of the paper.
+"""The best batch size and learning rate as functions of model size and tokens: the paper's two-stage interpolation.
 
-For each model size and batch size, log loss over log learning rate is interpolated and minimised. The minima are then
-interpolated and minimised over log batch size in the same way, and the rate is read off the interpolated curve of the
-best rates. A minimum at the edge of its grid does not count: it is flagged and left out of the laws B*(N) and lr*(N).
+For each model size, budget and batch size, log loss over log learning rate is interpolated and minimised. The minima
+are then interpolated and minimised over log batch size in the same way, and the rate is read off the interpolated curve
+of the best rates. A minimum at the edge of its grid does not count: it is flagged and left out of the laws B*(N) and
+lr*(N), or B*(N, D) and lr*(N, D) if sizes were trained on several budgets D.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from angpt.errors import UserError
 from angpt.fits.interpolate import Curve
-from angpt.fits.powerlaw import PowerLaw, fit_power_law
+from angpt.fits.plane import PlaneLaw, fit_plane
+from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
 from angpt.fits.records import Cell, Record, RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Interval, edge
@@ -33,8 +37,8 @@ class Minimum:
 
     lr: float
     loss: float
-    method: Literal["akima", "parabola", "bounded"]
-    """bounded: the next higher rate diverged, so the lowest point itself is the minimum."""
+    bounded: bool = False
+    """True if the next higher rate diverged, so that the lowest point itself is the minimum."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class Optimum:
     batch_tokens: float
     lr: float
     loss: float
-    method: Literal["akima", "parabola"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,14 @@ class Sweep:
 
     def curve(self) -> Curve | None:
         """Interpolated log loss over log learning rate, for figures; None without a minimum inside the grid."""
-        if self.minimum is None or self.minimum.method == "bounded":
+        if self.minimum is None or self.minimum.bounded:
             return None
-        return Curve.through(np.log(self.lrs), np.log(self.losses), edge(self.losses)[0])
+        return Curve.through(np.log(self.lrs), np.log(self.losses))
 
 
 @dataclass(frozen=True)
 class SizeFit:
-    """The sweeps and the optimum of one model size of one architecture."""
+    """The sweeps and the optimum of one model size and budget of one architecture."""
 
     architecture: str
     parameters: float
@@ -80,26 +83,44 @@ class SizeFit:
     """Why there is no optimum."""
     flags: tuple[str, ...]
     """Notes on the sweeps and on the optimum."""
+    budgets: int = 1
+    """Number of budgets of this size."""
+
+    @property
+    def name(self) -> str:
+        tokens = f", {quantity(self.tokens)} tokens" if self.budgets > 1 else ""
+        return f"{label(self.architecture)} {quantity(self.parameters)}{tokens}"
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Prediction for one size from the laws of the others, divided by the optimum found there."""
+    """Prediction for one size and budget from the laws of the others, divided by the optimum found there."""
 
     parameters: float
+    tokens: float
     batch_tokens: Interval
     lr: Interval
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The laws B*(N) and lr*(N) of one architecture."""
+    """The laws of one architecture: B*(N) and lr*(N), or B*(N, D) and lr*(N, D)."""
 
     architecture: str
-    batch_tokens: PowerLaw
-    lr: PowerLaw
-    sizes: tuple[float, ...]
+    batch_tokens: PowerLaw | PlaneLaw
+    lr: PowerLaw | PlaneLaw
+    optima: tuple[SizeFit, ...]
+    """The sizes and budgets with an optimum, which the laws are fitted to."""
     leave_one_out: tuple[LeftOut, ...]
+
+    @property
+    def sizes(self) -> list[float]:
+        return sorted({size.parameters for size in self.optima})
+
+    @property
+    def with_tokens(self) -> bool:
+        """True if the laws have a term for tokens."""
+        return isinstance(self.lr, PlaneLaw)
 
 
 @dataclass(frozen=True)
@@ -113,72 +134,68 @@ class HparamFit:
 
 
 def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
-    """The optimum of every size and the laws through them; `multiple` selects the budget in tokens per parameter."""
-    all_cells, lost = _one_budget(table, multiple)
-    cells, chosen = _best_settings(all_cells)
+    """The optimum of every size and budget, and the laws through them; `multiple` selects tokens per parameter."""
+    cells, lost = _chosen_budget(table, multiple)
     notes = list(table.notes)
-    if chosen:
-        notes.append(f"{chosen:,} points were run with several other settings (such as β₂); the best of each is taken")
     sizes: list[SizeFit] = []
     trends: list[Trend] = []
-    for architecture in dict.fromkeys(cell.record.architecture for cell in all_cells):
+    several = 0
+    for architecture in dict.fromkeys(cell.record.architecture for cell in cells):
         mine = [c for c in cells if c.record.architecture == architecture]
         diverged = [r for r in lost if r.architecture == architecture]
-        counts = sorted({c.record.parameters for c in mine})
-        found = [fit_size([c for c in mine if c.record.parameters == n], diverged) for n in counts]
+        found: list[SizeFit] = []
+        for n in sorted({c.record.parameters for c in mine}):
+            budgets = by_budget([c for c in mine if c.record.parameters == n])
+            for group in budgets:
+                best, count = _best_settings(group)
+                found.append(replace(fit_size(best, diverged), budgets=len(budgets)))
+                several += count
         sizes += found
-        optima = [(size.parameters, size.optimum) for size in found if size.optimum is not None]
-        if len(optima) >= 2:
-            trends.append(fit_trend(architecture, optima))
-        if len(counts) < 2:
-            note = f"all runs have {quantity(counts[0])} parameters; a law needs at least two sizes, an interval three"
-        elif len(optima) < 2:
-            note = f"{len(optima)} of {len(counts)} sizes have an optimum inside their grid, two are needed: no law"
-        elif len(optima) == 2:
-            note = "only two sizes have an optimum: the law has no interval"
+        trend = fit_trend(architecture, found)
+        if isinstance(trend, str):
+            notes.append(f"{label(architecture)}: {trend}")
         else:
-            continue
-        notes.append(f"{label(architecture)}: {note}")
+            trends.append(trend)
+            if trend.lr.freedom < 1:
+                notes.append(f"{label(architecture)}: only {len(trend.optima)} optima: the laws have no interval")
+    if several:
+        notes.append(f"{several:,} points were run with several other settings (such as β₂); the best of each is taken")
     for size in sizes:
-        name = f"{label(size.architecture)} {quantity(size.parameters)}"
-        notes += [f"{name}: {text}" for text in (size.problem, *size.flags) if text]
+        notes += [f"{size.name}: {text}" for text in (size.problem, *size.flags) if text]
     return HparamFit(tuple(notes), tuple(trends), tuple(sizes))
 
 
-def _one_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
-    """The cells and diverged runs of one budget per size."""
+def _chosen_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
+    """The cells and diverged runs with `multiple` tokens per parameter, or all."""
+    if multiple is None:
+        return list(table.cells), list(table.diverged)
 
-    def ratio(record: Record) -> float:
-        return record.tokens / record.parameters
+    def near(record: Record) -> bool:
+        return abs(math.log(record.tokens / record.parameters / multiple)) <= SAME_BUDGET
 
-    if multiple is not None:
+    cells = [c for c in table.cells if near(c.record)]
+    if not cells:
+        tried = sorted({float(f"{c.record.tokens / c.record.parameters:.3g}") for c in table.cells})
+        raise UserError(f"--multiple {multiple:g}: no run has this many tokens per parameter; there are {tried}")
+    return cells, [r for r in table.diverged if near(r)]
 
-        def near(record: Record) -> bool:
-            return abs(math.log(ratio(record) / multiple)) <= SAME_BUDGET
 
-        cells = [c for c in table.cells if near(c.record)]
-        if not cells:
-            tried = sorted({float(f"{ratio(c.record):.3g}") for c in table.cells})
-            raise UserError(f"--multiple {multiple:g}: no run has this many tokens per parameter; there are {tried}")
-        return cells, [r for r in table.diverged if near(r)]
-    by_size: dict[tuple[str, float], list[float]] = {}
-    for cell in table.cells:
-        by_size.setdefault((cell.record.architecture, cell.record.parameters), []).append(ratio(cell.record))
-    for (architecture, parameters), ratios in by_size.items():
-        if math.log(max(ratios) / min(ratios)) > 2 * SAME_BUDGET:
-            found = sorted({float(f"{r:.2g}") for r in ratios})
-            raise UserError(
-                f"{label(architecture)} {quantity(parameters)} was trained on several budgets, {found} tokens per "
-                f"parameter; the best rate depends on it: choose one with --multiple, such as --multiple {found[0]:g}"
-            )
-    return list(table.cells), list(table.diverged)
+def by_budget(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of one model size in groups of equal tokens, within what rounding to whole steps changes."""
+    groups: list[list[Cell]] = []
+    for cell in sorted(cells, key=lambda c: c.record.tokens):
+        if groups and math.log(cell.record.tokens / groups[-1][0].record.tokens) <= 2 * SAME_BUDGET:
+            groups[-1].append(cell)
+        else:
+            groups.append([cell])
+    return groups
 
 
 def _best_settings(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
-    """The best cell for each size, batch size and rate, and for how many of these there were several cells."""
+    """The best cell for each batch size and rate, and for how many of these there were several cells."""
 
     def key(cell: Cell) -> tuple[object, ...]:
-        return cell.record.architecture, cell.record.parameters, cell.record.batch_tokens, cell.record.lr
+        return cell.record.batch_tokens, cell.record.lr
 
     best: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda c: c.log_loss):
@@ -191,12 +208,15 @@ def _or_problem(found: T | str) -> tuple[T | None, str | None]:
 
 
 def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
-    """The optimum of one model size. Settings at which any seed diverged count as diverged."""
-    first = cells[0].record
+    """The optimum of one model size and budget. Settings at which any seed diverged count as diverged."""
+    first, tokens = cells[0].record, float(np.median([c.record.tokens for c in cells]))
+    diverged = [
+        r for r in diverged if r.parameters == first.parameters and abs(math.log(r.tokens / tokens)) <= 2 * SAME_BUDGET
+    ]
     sweeps = []
     for batch in sorted({c.record.batch_tokens or 0.0 for c in cells}):
         mine = [c for c in cells if c.record.batch_tokens == batch]
-        tried = {r.lr or 0.0 for r in diverged if (r.parameters, r.batch_tokens) == (first.parameters, batch)}
+        tried = {r.lr or 0.0 for r in diverged if r.batch_tokens == batch}
         lost = {c.record.lr or 0.0 for c in mine if c.diverged} | tried - {c.record.lr for c in mine}
         good = sorted((c.record.lr or 0.0, math.exp(c.log_loss)) for c in mine if not c.diverged)
         sweeps.append(fit_sweep(batch, good, sorted(lost)))
@@ -204,16 +224,9 @@ def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
     flags += [
         f"batch of {quantity(s.batch_tokens)} tokens: the next higher rate diverged, so the best one itself is taken"
         for s in sweeps
-        if s.minimum is not None and s.minimum.method == "bounded"
+        if s.minimum is not None and s.minimum.bounded
     ]
-    tokens = float(np.median([c.record.tokens for c in cells]))
     optimum, problem = _or_problem(_optimum(sweeps))
-    if optimum is not None:
-        usable = [(s.batch_tokens, s.minimum.method) for s in sweeps if s.minimum is not None]
-        if optimum.method == "parabola":
-            flags.append(f"{len(usable)} batch sizes are too few for Akima's interpolation: parabola")
-        if few := [quantity(batch) for batch, method in usable if method == "parabola"]:
-            flags.append(f"too few rates for Akima's interpolation at a batch of {', '.join(few)} tokens: parabola")
     return SizeFit(first.architecture, first.parameters, tokens, tuple(sweeps), optimum, problem, tuple(flags))
 
 
@@ -230,7 +243,7 @@ def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
             f"the best batch size, {quantity(usable[best][0])} tokens, is at the {END[side]} edge of the grid: no "
             f"optimum; try {'smaller' if side < 0 else 'larger'} ones"
         )
-    curve = Curve.through(batches, losses, best)
+    curve = Curve.through(batches, losses)
     at = curve.minimiser()
     value = float(curve(at))
     for sweep in sweeps:
@@ -239,8 +252,8 @@ def _optimum(sweeps: Sequence[Sweep]) -> Optimum | str:
                 f"the batch of {quantity(sweep.batch_tokens)} tokens has a lower loss, but its best rate is not inside "
                 "its grid: no optimum; extend that grid"
             )
-    rate = float(Curve.through(batches, [math.log(m.lr) for _, m in usable], best)(at))
-    return Optimum(math.exp(at), math.exp(rate), math.exp(value), curve.method)
+    rate = float(Curve.through(batches, [math.log(m.lr) for _, m in usable])(at))
+    return Optimum(math.exp(at), math.exp(rate), math.exp(value))
 
 
 def fit_sweep(batch: float, points: Sequence[tuple[float, float]], diverged: Sequence[float]) -> Sweep:
@@ -255,25 +268,51 @@ def _minimum(lrs: Sequence[float], losses: Sequence[float], diverged: Sequence[f
         return f"all {len(diverged)} rates diverged; try lower ones"
     best, side = edge(losses)
     if side > 0 and any(lr > lrs[best] for lr in diverged):
-        return Minimum(lrs[best], losses[best], "bounded")
+        return Minimum(lrs[best], losses[best], bounded=True)
     if len(lrs) < 3:
         return f"{len(lrs)} rates are too few for a minimum; try at least three"
     if side:
         way = "lower" if side < 0 else "higher"
         return f"the best rate, {lrs[best]:g}, is at the {END[side]} edge of the grid; try {way} ones"
-    curve = Curve.through(np.log(lrs), np.log(losses), best)
+    curve = Curve.through(np.log(lrs), np.log(losses))
     at = curve.minimiser()
-    return Minimum(math.exp(at), math.exp(float(curve(at))), curve.method)
+    return Minimum(math.exp(at), math.exp(float(curve(at))))
 
 
-def fit_trend(architecture: str, optima: Sequence[tuple[float, Optimum]]) -> Trend:
-    """The laws through the optima (parameters, optimum), and the prediction for each size from the others."""
-    n, batches, rates = np.array([(size, o.batch_tokens, o.lr) for size, o in optima]).T
+def fit_trend(architecture: str, sizes: Sequence[SizeFit]) -> Trend | str:
+    """The laws through the optima, and the prediction for each of them from the others, or why there is no law."""
+    found = [(size, size.optimum) for size in sizes if size.optimum is not None]
+    several = any(size.budgets > 1 for size in sizes)
+    counts = sorted({size.parameters for size in sizes})
+    if len(counts) < 2 and not several:
+        return f"all runs have {quantity(counts[0])} parameters; a law needs at least two sizes, an interval three"
+    n, d = (np.array([getattr(size, name) for size, _ in found]) for name in ("parameters", "tokens"))
+    least = 3 if several else 2
+    if len(found) < least:
+        what = "sizes and budgets" if several else "sizes"
+        return f"{len(found)} of {len(sizes)} {what} have an optimum inside their grid, {least} are needed: no law"
+    values = np.array([(o.batch_tokens, o.lr) for _, o in found]).T
+
+    def law(y: Floats, chosen: NDArray[np.bool_]) -> PowerLaw | PlaneLaw:
+        return fit_plane(n[chosen], d[chosen], y[chosen]) if several else fit_power_law(n[chosen], y[chosen])
 
     def left_out(i: int) -> LeftOut:
         others = np.arange(len(n)) != i
-        predictions = (fit_power_law(n[others], y[others]).at(n[i], new=True).times(1 / y[i]) for y in (batches, rates))
-        return LeftOut(float(n[i]), *predictions)
+        predictions = (predict(law(y, others), n[i], d[i], new=True).times(1 / y[i]) for y in values)
+        return LeftOut(float(n[i]), float(d[i]), *predictions)
 
-    checks = tuple(map(left_out, range(len(n)))) if len(n) >= 3 else ()
-    return Trend(architecture, fit_power_law(n, batches), fit_power_law(n, rates), tuple(n.tolist()), checks)
+    every = np.full(len(n), True)
+    try:
+        batch, lr = (law(y, every) for y in values)
+    except ValueError:
+        return "the sizes and budgets with an optimum lie on one line; choose a budget with --multiple, or train others"
+    checks = []
+    if len(n) > least:
+        with contextlib.suppress(ValueError):  # without one of them, the others lie on a line
+            checks = [left_out(i) for i in range(len(n))]
+    return Trend(architecture, batch, lr, tuple(size for size, _ in found), tuple(checks))
+
+
+def predict(law: PowerLaw | PlaneLaw, parameters: float, tokens: float, new: bool = False) -> Interval:
+    """The value of a law for a size and a budget."""
+    return law.at(parameters, tokens, new) if isinstance(law, PlaneLaw) else law.at(parameters, new)

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from angpt.errors import UserError
+from angpt.fits.binned import Binned
 from angpt.fits.frontier import Frontier
 from angpt.fits.hparams import HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
+from angpt.fits.plane import PlaneLaw
 from angpt.fits.powerlaw import PowerLaw
+from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
@@ -22,7 +25,13 @@ from angpt.present.words import bracketed, label, quantity
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
-SHORT: dict[Approach, str] = {"frontier": "bins", "isoflop": "IsoFLOP", "parametric": "param."}
+SHORT: dict[Approach, str] = {
+    "frontier": "frontier",
+    "isoflop": "IsoFLOP",
+    "akima": "Akima",
+    "parametric": "param.",
+    "paper": "paper",
+}
 """Short names of the approaches, for tables that fit a terminal."""
 
 
@@ -47,8 +56,10 @@ def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Cha
 
 def plain(value: Any) -> Any:
     """A value in the types of JSON; numbers that are not finite become null."""
-    if isinstance(value, PowerLaw):
+    if isinstance(value, PowerLaw | PlaneLaw):
         return plain(value.summary())
+    if isinstance(value, Saturating):
+        return plain(value.estimates())
     if isinstance(value, Interval):
         return plain({"value": value.mean, "low": value.low, "high": value.high})
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -71,14 +82,10 @@ def scaling_values(fit: ScalingFit) -> dict[str, Any]:
 def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
     values: dict[str, Any] = {"runs": len(f.sample), "sizes": np.unique(f.sample.parameters)}
     if isinstance(f.frontier, Frontier):
-        m = f.frontier.minima
-        values["frontier"] = {
-            **{name: getattr(f.frontier, name) for name in ("loss", "parameters", "tokens", "blocks", "optimal")},
-            "minima": {name: np.exp(getattr(m, f"log_{name}")) for name in ("compute", "parameters", "tokens", "loss")}
-            | {"edge": m.edge, "used": m.used},
-        }
-    if isinstance(f.isoflop, IsoFlop):
-        values["isoflop"] = {name: getattr(f.isoflop, name) for name in ("loss", "parameters", "tokens", "levels")}
+        values["frontier"] = {n: v for n, v in vars(f.frontier).items() if n != "notes"}
+    for name in ("isoflop", "akima"):
+        if isinstance(fit := getattr(f, name), IsoFlop):
+            values[name] = {n: v for n, v in vars(fit).items() if n != "notes"}
     if isinstance(f.parametric, Parametric):
         p = f.parametric
         values["parametric"] = {
@@ -93,6 +100,8 @@ def _architecture_values(f: ArchitectureFit) -> dict[str, Any]:
             "starts_that_agree": p.agreeing,
             "starts": p.tried,
         }
+    if isinstance(f.paper, Binned):
+        values["paper"] = {n: getattr(f.paper, n) for n in ("loss", "parameters", "tokens", "runs", "alone", "design")}
     for name in APPROACHES:
         if isinstance(reason := getattr(f, name), str):
             values[name] = {"none": reason}
@@ -112,31 +121,41 @@ def hparam_tables(fit: HparamFit) -> list[Table]:
     """Optima, laws, and the leave-one-out check."""
     optima = []
     for s in fit.sizes:
-        found = ("none", "none", "", "")
+        found = ("none", "none", "")
         if (o := s.optimum) is not None:
-            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", o.method)
+            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}")
         optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
-    laws, checks = [], []
+    laws, planes, checks = [], [], []
     for t in fit.trends:
         name = label(t.architecture)
-        for what, law in (("B*(N)", t.batch_tokens), ("lr*(N)", t.lr)):
-            cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope), str(len(t.sizes))
-            laws.append((f"{name} {what}", *cells))
+        for what, law in (("B*", t.batch_tokens), ("lr*", t.lr)):
+            if isinstance(law, PlaneLaw):
+                cells = (estimate_text(law.at(1.0, 1.0), ".3g"), *map(estimate_text, law.exponents))
+                planes.append((f"{name} {what}(N, D)", *cells, str(len(t.optima))))
+            else:
+                cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope)
+                laws.append((f"{name} {what}(N)", *cells, str(len(t.optima))))
         for left in t.leave_one_out:
+            tokens = f", {quantity(left.tokens)} tokens" if t.with_tokens else ""
             ratios = estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f")
-            checks.append((f"{name} {quantity(left.parameters)}", *ratios))
-    columns = ("model", "tokens", "batch tokens", "learning rate", "loss", "by")
-    title = "Each size left out: prediction from the others ÷ optimum found"
+            checks.append((f"{name} {quantity(left.parameters)}{tokens}", *ratios))
+    columns = ("model", "tokens", "batch tokens", "learning rate", "loss")
+    title = "Each left out: prediction from the others ÷ optimum found"
     tables = (
         Table(columns, optima, "Optima"),
         Table(("law", "prefactor", "exponent", "sizes"), laws, "Laws over the parameters N, with 95 % intervals"),
+        Table(
+            ("law", "prefactor", "exponent of N", "exponent of D", "n"),
+            planes,
+            "Laws over the parameters N and the tokens D, with 95 % intervals",
+        ),
         Table(("model", "batch size", "learning rate"), checks, title),
     )
     return [table for table in tables if table.rows]
 
 
 def scaling_tables(fit: ScalingFit) -> list[Table]:
-    """Exponents by each approach, the parametric law, and the comparison."""
+    """Exponents by each approach, laws with an irreducible loss, and the comparison."""
     laws = [
         (f"{label(f.architecture)} {e.quantity}", short, estimate_text(e.prefactor, ".3g"), estimate_text(e.exponent),
          str(e.points))
@@ -145,15 +164,22 @@ def scaling_tables(fit: ScalingFit) -> list[Table]:
         for name in QUANTITIES
         if (e := f.estimate(approach, name)) is not None
     ]  # fmt: skip
-    found = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
+    values = [f.parametric.parameters() if isinstance(f.parametric, Parametric) else {} for f in fit.architectures]
     parametric = [
-        (name, *(estimate_text(p[name], ".5g") if p else "none" for p in found))
-        for name in next((list(p) for p in found if p), ())
+        (name, *(estimate_text(p[name], ".5g") if p else "none" for p in values))
+        for name in next((list(p) for p in values if p), ())
+    ]
+    saturating = [
+        (f"{label(f.architecture)}", short, *(estimate_text(e, ".3g") for e in found.estimates().values()))
+        for f in fit.architectures
+        for approach, short in SHORT.items()
+        if isinstance(found := getattr(getattr(f, approach), "saturating", None), Saturating)
     ]
     columns = ("law", "by", "prefactor", "exponent", "n")
     names = [label(f.architecture) for f in fit.architectures]
     tables = [
         Table(columns, laws, "Power laws of the compute C, with 95 % intervals"),
+        Table(("", "by", "E", "C₀", "α"), saturating, "L(C) = E + (C₀/C)ᵅ, with 95 % intervals"),
         Table(("", *names), parametric, "L = E + A/Nᵃ + B/Dᵇ, with 95 % intervals"),
         *(_comparison_tables(fit) if fit.comparisons else ()),
     ]

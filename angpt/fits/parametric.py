@@ -3,12 +3,10 @@
 log L̂ is the log-sum-exp of log E, log A − a·log N and log B − b·log D. The fit is iteratively reweighted Gauss-Newton
 with Levenberg's damping and the analytic Jacobian, for many starts or bootstrap samples at once; SciPy's
 `least_squares` reaches the same minimum one fit at a time and takes 10 to 70 times as long. Huber's δ is Chinchilla's
-0.001, or 1.345 standard deviations of the noise if that is more: with larger noise nearly every point would lie beyond
-0.001, which wastes data.
+0.001, which is close to least absolute deviations if the noise is larger.
 
-Intervals: a bootstrap of the residuals, each divided by one minus the leverage of its point. This assumes that the
-noise of log L is the same at every size and budget, apart from the number of seeds averaged. The quantiles are widened
-by Student's t for the degrees of freedom.
+Intervals: a bootstrap of the runs (pairs bootstrap), which allows for noise that differs from run to run and for a law
+that holds only nearly. The quantiles are widened by Student's t, and for the degrees of freedom that the fit takes.
 """
 
 import itertools
@@ -21,19 +19,19 @@ from scipy import stats
 from scipy.special import huber
 
 from angpt.fits.compute import Sample
-from angpt.fits.powerlaw import Floats
+from angpt.fits.powerlaw import Floats, jackknife
 from angpt.stats import CONFIDENCE, Interval, quantile
 
 DELTA = 1e-3
 NAMES = ("E", "A", "B", "a", "b")
-EFFICIENT = 1.345
-"""Huber's δ in standard deviations, for 95 % of the efficiency of least squares under normal noise."""
 STARTS = 2000
 """Most points that the search from many starts uses; the final fit uses all."""
 NO_LOSS = 1e-6
 """An irreducible loss below this counts as zero: its logarithm diverges to minus infinity."""
 APART = 0.05
 """Least standard deviation of log D around its trend in log N."""
+ROUNDING = 1e-6
+"""Residuals below this are those of data without noise."""
 WORK = 2_000_000
 """Most bootstrap samples times points."""
 
@@ -55,17 +53,19 @@ def jacobian(shares: Floats, n: Floats, d: Floats) -> Floats:
     return np.stack([shares[0], shares[1], shares[2], -shares[1] * n, -shares[2] * d], axis=1)
 
 
-def minimise(theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps: int) -> tuple[Floats, Floats]:
-    """A local minimum from each row of `theta`, and its Huber loss; `y` is shared or has one row for each."""
+def minimise(
+    theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps: int, counts: Floats | None = None
+) -> tuple[Floats, Floats]:
+    """A local minimum from each row of `theta`, and its Huber loss; `counts` says how often a row has each point."""
     theta = theta.copy()
-    y = np.broadcast_to(y, (len(theta), len(n)))
+    times = np.broadcast_to(1.0 if counts is None else counts, (len(theta), len(n)))
     fitted, shares = predict(theta, n, d)
-    loss = huber(delta, y - fitted).sum(axis=-1)
+    loss = (times * huber(delta, y - fitted)).sum(axis=-1)
     damping, idle = np.full(len(theta), 1e-2), np.zeros(len(theta), int)
     active = np.arange(len(theta))
     for _ in range(steps):
-        residual = y[active] - fitted[active]
-        weight = np.minimum(1.0, delta / np.maximum(np.abs(residual), 1e-300))
+        residual = y - fitted[active]
+        weight = times[active] * np.minimum(1.0, delta / np.maximum(np.abs(residual), 1e-300))
         slopes = jacobian(shares[:, active], n, d)
         weighted = slopes * weight[:, None]
         square = weighted @ slopes.transpose(0, 2, 1)
@@ -75,7 +75,7 @@ def minimise(theta: Floats, n: Floats, d: Floats, y: Floats, delta: float, steps
         step = np.linalg.solve(square, weighted @ residual[..., None])[..., 0]
         moved = theta[active] + step
         new_fitted, new_shares = predict(moved, n, d)
-        new_loss = huber(delta, y[active] - new_fitted).sum(axis=-1)
+        new_loss = (times[active] * huber(delta, y - new_fitted)).sum(axis=-1)
         better = new_loss < loss[active]
         gain = (loss[active] - new_loss) / np.maximum(loss[active], 1e-300)
         good = active[better]
@@ -115,6 +115,10 @@ class Parametric:
     """Standard deviation of the noise of log L."""
     points: int
     compute: tuple[float, float]
+    lowest: float
+    """The lowest loss seen, which E cannot exceed."""
+    misfit: str | None
+    """How the runs deviate from the form of the law, if they do."""
     agreeing: int
     """Number of starts, of `tried`, that reached the lowest Huber loss."""
     tried: int
@@ -125,12 +129,13 @@ class Parametric:
 
     def estimate(self, values: Floats) -> Interval:
         """A function of the parameters with its interval, given its values for all rows of `theta`."""
-        return bootstrap_interval(values, self.freedom)
+        return bootstrap_interval(values, self.freedom, self.points)
 
     def parameters(self) -> dict[str, Interval]:
         """Estimates of E, A, B, a and b; the intervals of A and B are those of their logarithms."""
         e = self.estimate(np.exp(self.theta[:, 0]))
-        e = Interval(e.mean, None if e.low is None else max(0.0, e.low), e.high)
+        if e.low is not None and e.high is not None:
+            e = Interval(e.mean, max(0.0, e.low), min(self.lowest, e.high))
         a_, b_ = (self.estimate(self.theta[:, i]).exp() for i in (1, 2))
         return dict(zip(NAMES, (e, a_, b_, *map(self.estimate, self.theta[:, 3:].T)), strict=True))
 
@@ -142,7 +147,7 @@ class Parametric:
 
     @property
     def notes(self) -> list[str]:
-        found = []
+        found = [self.misfit] if self.misfit else []
         if self.agreeing < 2:
             found.append(f"only one of {self.tried} starts reached the lowest Huber loss; a better fit may exist")
         if self.reducible:
@@ -173,6 +178,11 @@ class Parametric:
             terms = np.stack([self.theta[:, 0], log_a - a * n, log_b - b * d])
             return n, d, np.logaddexp.reduce(terms, axis=0)
 
+    def log_loss(self, log_parameters: float, log_tokens: float) -> Floats:
+        """log L of a size and a number of tokens, for all rows."""
+        e, log_a, log_b, a, b = self.theta.T
+        return np.logaddexp.reduce(np.stack([e, log_a - a * log_parameters, log_b - b * log_tokens]), axis=0)
+
     def log_compute(self, loss: float) -> Floats:
         """log of the compute at which the best allocation reaches a loss, for all rows; infinite for a loss below E."""
         middle = sum(map(math.log, self.compute)) / 2
@@ -184,19 +194,43 @@ class Parametric:
             return np.where(left > 0, middle + above / self.exponents()["loss"], np.inf)
 
 
-def bootstrap_interval(values: Floats, freedom: float) -> Interval:
-    """The first value, with an interval from the quantiles of the others, widened from normal to Student's t."""
+def bootstrap_interval(values: Floats, freedom: int, points: int) -> Interval:
+    """The first value, with an interval from the quantiles of the others, widened for the degrees of freedom."""
     value = float(values[0])
     samples = values[1:][np.isfinite(values[1:])]
     if freedom <= 0 or len(samples) < 0.9 * (len(values) - 1) or len(samples) < 20:
         return Interval(value)
     tail = (1 - CONFIDENCE) / 2
-    wider = quantile(freedom) / float(stats.norm.ppf(1 - tail))
+    wider = quantile(freedom) / float(stats.norm.ppf(1 - tail)) * math.sqrt(points / freedom)
     low, high = np.quantile(samples, [tail, 1 - tail])
     return Interval(value, value - wider * (value - float(low)), value + wider * (float(high) - value))
 
 
-def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: float | None = None) -> Parametric | str:
+def lack_of_fit(residual: Floats, slopes: Floats, n: Floats, d: Floats) -> str | None:
+    """A note if terms in n², n·d and d² describe the residuals (1 % level); `slopes` is the Jacobian of the fit."""
+    n, d = n / np.std(n), d / np.std(d)
+    added = np.stack([n**2, n * d, d**2])
+    design = np.concatenate([slopes, added]).T
+    freedom = len(n) - design.shape[1]
+    if freedom < 3:
+        return None
+    coefficients = np.linalg.lstsq(design, residual, rcond=None)[0]
+    left = residual - design @ coefficients
+    covariance = jackknife(design, np.ones(len(n)), left, np.arange(len(n)))[-3:, -3:]
+    of_added = coefficients[-3:]
+    if np.abs(residual).max() < ROUNDING:
+        return None
+    p = float(stats.f.sf(of_added @ np.linalg.pinv(covariance) @ of_added / 3, 3, freedom))
+    if p > 0.01:
+        return None
+    before, after = float(np.std(residual)), float(np.std(left))
+    return (
+        f"the form L = E + A/Nᵃ + B/Dᵇ does not describe these runs (lack of fit, p = {p:.1g}): quadratic terms reduce "
+        f"the deviation of log loss from {before:.2%} to {after:.2%}; do not extrapolate"
+    )
+
+
+def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: float = DELTA) -> Parametric | str:
     """The fitted law, or why it could not be fitted."""
     sizes, budgets = len(np.unique(sample.parameters)), len(np.unique(sample.tokens))
     if len(sample) < 6 or sizes < 3 or budgets < 3:
@@ -212,32 +246,27 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
     n, d = log_n - center_n, log_d - center_d
     generator = np.random.default_rng(list(seed))
     some = generator.choice(len(y), STARTS, replace=False) if len(y) > STARTS else np.arange(len(y))
-    first = DELTA if delta is None else delta
-    rows, losses = minimise(starts(n[some], d[some], y[some]), n[some], d[some], y[some], first, 60)
+    rows, losses = minimise(starts(n[some], d[some], y[some]), n[some], d[some], y[some], delta, 60)
     tried = len(rows)
-    rows, losses = minimise(rows[np.argsort(losses)], n[some], d[some], y[some], first, 400)
+    rows, losses = minimise(rows[np.argsort(losses)], n[some], d[some], y[some], delta, 400)
     agreeing = int(np.sum(losses <= losses.min() * (1 + 1e-4) + 1e-20))
-    best, _ = minimise(rows[[np.argmin(losses)]], n, d, y, first, 400)
-    if delta is None:
-        residual = y - predict(best, n, d)[0][0]
-        # Without the five smallest residuals: a fit of absolute values passes through as many points as parameters.
-        spread = 1.4826 * float(np.median(np.sort(np.abs(residual))[len(NAMES) :]))
-        first = max(DELTA, EFFICIENT * spread)
-        best, _ = minimise(best, n, d, y, first, 400)
+    best, _ = minimise(rows[[np.argmin(losses)]], n, d, y, delta, 400)
     if min(best[0, 3:]) <= 0:
         what = "parameters" if best[0, 3] <= 0 else "tokens"
         return f"the loss does not fall with more {what} (fitted exponents a = {best[0, 3]:.3g}, b = {best[0, 4]:.3g})"
+    lowest = math.exp(float(y.min()))
+    if math.exp(best[0, 0]) > lowest:
+        return (
+            f"the irreducible loss would be {math.exp(best[0, 0]):.4g}, above the lowest loss seen, {lowest:.4g}; the "
+            "runs do not determine it, or do not follow L = E + A/Nᵃ + B/Dᵇ"
+        )
     fitted, shares = predict(best, n, d)
     residual = y - fitted[0]
-    slopes = jacobian(shares, n, d)[0]
-    leverage = np.einsum("ip,ij,jp->p", slopes, np.linalg.pinv(slopes @ slopes.T), slopes)
-    noise = residual * np.sqrt(sample.seeds) / (1 - np.minimum(leverage, 0.95))
-    noise -= noise.mean()
     count = 0 if len(y) <= len(NAMES) else min(bootstrap, max(200, WORK // len(y)))
     samples = [best]
     for part in range(0, count, chunk := max(1, WORK // (10 * len(y)))):
-        drawn = generator.choice(noise, (min(chunk, count - part), len(y))) / np.sqrt(sample.seeds)
-        samples.append(minimise(np.repeat(best, len(drawn), axis=0), n, d, fitted + drawn, first, 80)[0])
+        drawn = generator.multinomial(len(y), np.full(len(y), 1 / len(y)), min(chunk, count - part)).astype(float)
+        samples.append(minimise(np.repeat(best, len(drawn), axis=0), n, d, y, delta, 80, drawn)[0])
     theta = np.concatenate(samples)
     theta[:, 1] += theta[:, 3] * center_n
     theta[:, 2] += theta[:, 4] * center_d
@@ -246,10 +275,12 @@ def fit_parametric(sample: Sample, bootstrap: int, seed: Sequence[int], delta: f
     return Parametric(
         theta=theta,
         scale=(float(k), float(gamma)),
-        delta=first,
+        delta=delta,
         deviation=math.sqrt(float(residual @ residual) / max(1, len(y) - len(NAMES))),
         points=len(y),
         compute=(float(sample.compute.min()), float(sample.compute.max())),
+        lowest=lowest,
+        misfit=lack_of_fit(residual, jacobian(shares, n, d)[0], n, d),
         agreeing=agreeing,
         tried=tried,
     )

@@ -15,6 +15,7 @@ from scipy import stats
 from angpt.stats import Interval
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class PowerLaw:
         distance = math.log(x) - self.center
         variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
         return Interval.around(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
+
+    def log_mean(self, x: Floats) -> Floats:
+        """log y at each x, without intervals."""
+        return self.level + self.exponent * (np.log(x) - self.center)
 
     def at(self, x: float, new: bool = False) -> Interval:
         return self.log_at(x, new).exp()
@@ -103,6 +108,37 @@ def fit_power_law(x: ArrayLike, y: ArrayLike, weights: ArrayLike | None = None) 
     )
 
 
+def line(
+    center: float,
+    level: float,
+    exponent: float,
+    covariance: Floats,
+    freedom: int,
+    x: tuple[float, float],
+    points: int,
+) -> PowerLaw:
+    """A power law from its level and exponent at any center, and their covariance; `deviation` is not known and 0."""
+    of_level, both, of_exponent = float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
+    shift = -both / max(of_exponent, 1e-300)  # to where level and exponent are uncorrelated
+    errors = math.sqrt(max(0.0, of_level + shift * both)), math.sqrt(of_exponent)
+    return PowerLaw(center + shift, level + exponent * shift, exponent, *errors, freedom, 0.0, x, points)
+
+
+def jackknife(jacobian: Floats, weight: Floats, residual: Floats, run_of: Ints) -> Floats:
+    """Covariance of a weighted linear regression, from its change when each run in turn is left out.
+
+    The noise may differ from run to run, and be shared by the points of a run.
+    """
+    order = np.argsort(run_of, kind="stable")
+    first = np.flatnonzero(np.r_[True, np.diff(run_of[order]) > 0])
+    j, w, e = jacobian[order], weight[order], residual[order]
+    weighted = j * w[:, None]
+    squares = np.add.reduceat(weighted[:, :, None] * j[:, None, :], first)
+    sides = np.add.reduceat(weighted * e[:, None], first)
+    moved = np.einsum("rij,rj->ri", np.linalg.pinv(squares.sum(axis=0) - squares, rcond=1e-12, hermitian=True), sides)
+    return moved.T @ moved * (1 - 1 / len(moved))
+
+
 def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     """Exponents at the lowest and highest x if log y over log x is curved at the 1 % level; otherwise None.
 
@@ -110,7 +146,7 @@ def end_exponents(x: ArrayLike, y: ArrayLike) -> tuple[float, float] | None:
     """
     u, v = np.log(np.asarray(x, float)), np.log(np.asarray(y, float))
     freedom = len(u) - 3
-    if freedom < 1:
+    if freedom < 1 or len(np.unique(np.round(u, 2))) < 3:
         return None
     t = u - u.mean()
     (curvature, slope, _), covariance = np.polyfit(t, v, 2, cov=True)
@@ -127,5 +163,5 @@ def curvature_notes(x: ArrayLike, y: ArrayLike) -> list[str]:
     low, high = (f"{exponent:.3f}".replace("-", "−") for exponent in ends)
     return [
         f"L(C) is not a power law over this range: its exponent changes from {low} to {high}, as with an irreducible "
-        "loss; the exponent given is a mean, and the parametric fit includes that loss"
+        "loss; the exponent given is a mean, and E + (C₀/C)ᵅ includes that loss"
     ]

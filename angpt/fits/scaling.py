@@ -1,4 +1,4 @@
-"""Scaling laws by three approaches, and the comparison of architectures: exponents, and compute at equal loss."""
+"""Scaling laws by several approaches, and the comparison of architectures: exponents, and compute at equal loss."""
 
 import math
 import zlib
@@ -10,21 +10,26 @@ import numpy as np
 from scipy import stats
 
 from angpt.errors import UserError, nearest
+from angpt.fits.binned import BINS, Binned, fit_binned
 from angpt.fits.compute import Counting, Sample, make_curves, make_sample
-from angpt.fits.frontier import BINS, Frontier, fit_frontier
+from angpt.fits.frontier import Frontier, fit_frontier
 from angpt.fits.isoflop import IsoFlop, fit_isoflop
-from angpt.fits.parametric import Parametric, fit_parametric
+from angpt.fits.parametric import DELTA, Parametric, fit_parametric
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.fits.records import RunTable
+from angpt.fits.saturating import Saturating
 from angpt.present.words import label, quantity
 from angpt.stats import Difference, Interval, difference, welch
 
-Approach = Literal["frontier", "isoflop", "parametric"]
+Approach = Literal["frontier", "isoflop", "akima", "parametric", "paper"]
 APPROACHES: dict[Approach, str] = {
-    "frontier": "compute-binned minima",
-    "isoflop": "IsoFLOP minima",
+    "frontier": "frontier regression",
+    "isoflop": "IsoFLOP parabolas",
+    "akima": "IsoFLOP interpolated",
     "parametric": "parametric fit",
+    "paper": "the paper's procedure",
 }
+"""The last one only if it is asked for."""
 QUANTITIES = {"loss": "L(C)", "parameters": "N_opt(C)", "tokens": "D_opt(C)"}
 
 
@@ -34,16 +39,17 @@ class Options:
 
     counting: Counting
     curves: bool = False
-    bins: int = BINS
     bootstrap: int = 1000
     seed: int = 0
-    huber: float | None = None
+    huber: float = DELTA
+    paper: bool = False
+    bins: int = BINS
 
     def __post_init__(self) -> None:
-        for name, low, high in (("bins", 10, 100_000), ("bootstrap", 0, 100_000), ("seed", 0, 2**63)):
+        for name, low, high in (("bootstrap", 0, 100_000), ("seed", 0, 2**63), ("bins", 10, 100_000)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"--{name} {getattr(self, name)}: must be between {low} and {high}")
-        if self.huber is not None and not 0 < self.huber < math.inf:
+        if not 0 < self.huber < math.inf:
             raise UserError(f"--huber {self.huber}: must be positive and finite")
 
 
@@ -65,13 +71,22 @@ class ArchitectureFit:
     sample: Sample
     frontier: Frontier | str
     isoflop: IsoFlop | str
+    akima: IsoFlop | str
     parametric: Parametric | str
+    paper: Binned | str | None
+    """None: not asked for."""
     notes: tuple[str, ...]
 
     def law(self, approach: Approach, name: str) -> PowerLaw | None:
-        """A power law of the first or second approach."""
+        """A power law of any approach but the parametric one."""
         fit = getattr(self, approach)
-        return None if isinstance(fit, str | Parametric) else getattr(fit, name)
+        return None if fit is None or isinstance(fit, str | Parametric) else getattr(fit, name)
+
+    def loss_law(self, approach: Approach) -> PowerLaw | Saturating | None:
+        """L(C): with an irreducible loss if there is one and the losses need it, otherwise the power law."""
+        law, fit = self.law(approach, "loss"), getattr(self, approach)
+        saturating = getattr(fit, "saturating", None)
+        return saturating if isinstance(saturating, Saturating) and fit.curved else law
 
     def estimate(self, approach: Approach, name: str) -> LawEstimate | None:
         """Prefactor and exponent of a law; the parametric law of the loss has no single prefactor."""
@@ -88,9 +103,9 @@ class ArchitectureFit:
 
     def losses(self, approach: Approach) -> tuple[float, float] | None:
         """The lowest and highest loss that the approach's law of the loss was fitted to."""
-        law, p = self.law(approach, "loss"), self.parametric
-        if law is not None:
-            ends = [law.at(c).mean for c in law.x]
+        law, curve, p = self.law(approach, "loss"), self.loss_law(approach), self.parametric
+        if law is not None and curve is not None:
+            ends = [math.exp(curve.log_at(c).mean) for c in law.x]
         elif approach == "parametric" and not isinstance(p, str):
             ends = [math.exp(p.log_optimum(math.log(c))[2][0]) for c in p.compute]
         else:
@@ -149,7 +164,11 @@ def fit_scaling(table: RunTable, options: Options, baseline: str | None = None) 
     fits = tuple(fit_architecture(table, name, options) for name in names)
     base = next(fit for fit in fits if fit.architecture == chosen)
     comparisons = tuple(
-        compare(base, other, approach) for other in fits if other is not base for approach in APPROACHES
+        compare(base, other, approach)
+        for other in fits
+        if other is not base
+        for approach in APPROACHES
+        if getattr(base, approach) is not None
     )
     notes = (*table.notes, *(f"{label(fit.architecture)}: {note}" for fit in fits for note in fit.notes))
     return ScalingFit(options.counting.describe(), notes, fits, comparisons)
@@ -166,17 +185,20 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
         )
     sample, notes = make_sample(cells, options.counting)
     if options.curves:
-        points, curve_of = make_curves(cells, options.counting)
-        notes.append(f"minima over {len(points):,} evaluations during runs, before the end of their schedules")
+        points, run_of = make_curves(cells, options.counting)
+        notes.append(f"frontier regression: {len(points):,} evaluations during runs, less what their schedules leave")
     else:
-        points, curve_of = sample, np.unique(sample.parameters, return_inverse=True)[1]
+        points, run_of = sample, np.arange(len(sample))
     # Each architecture has its own seed: with the same draws their bootstrap samples would not be independent.
     seed = (options.seed, zlib.crc32(architecture.encode()))
-    frontier = fit_frontier(points, curve_of, options.bins, options.curves)
-    isoflop, parametric = fit_isoflop(sample), fit_parametric(sample, options.bootstrap, seed, options.huber)
-    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, parametric), strict=True):
-        notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
-    return ArchitectureFit(architecture, sample, frontier, isoflop, parametric, tuple(notes))
+    frontier = fit_frontier(points, run_of)
+    isoflop, akima = fit_isoflop(sample, "parabola"), fit_isoflop(sample, "akima")
+    parametric = fit_parametric(sample, options.bootstrap, seed, options.huber)
+    paper = fit_binned(sample, options.bins) if options.paper else None
+    for title, fit in zip(APPROACHES.values(), (frontier, isoflop, akima, parametric, paper), strict=True):
+        if fit is not None:
+            notes += [f"{title}: {note}" for note in ((f"none: {fit}",) if isinstance(fit, str) else fit.notes)]
+    return ArchitectureFit(architecture, sample, frontier, isoflop, akima, parametric, paper, tuple(notes))
 
 
 def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> Comparison:
@@ -187,6 +209,8 @@ def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -
     problem = None
     if len(ranges) < 2:
         problem = "one of the two has no law"
+    elif approach != "parametric" and loss_laws(base, other, approach) is None:
+        problem = "the losses are curved, and one of the two has no law with an irreducible loss"
     elif (low := max(r[0] for r in ranges)) >= (high := min(r[1] for r in ranges)):
         problem = "the two reached no common loss; nothing is extrapolated"
     else:
@@ -195,17 +219,32 @@ def compare(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -
     return Comparison(approach, base.architecture, other.architecture, exponents, savings, problem)
 
 
+def loss_laws(base: ArchitectureFit, other: ArchitectureFit, approach: Approach) -> list[PowerLaw | Saturating] | None:
+    """L(C) of both in one form, with an irreducible loss if the losses of either are curved; None if one lacks it."""
+    fits = getattr(base, approach), getattr(other, approach)
+    form = "saturating" if any(getattr(fit, "curved", False) for fit in fits) else "loss"
+    laws = [law for fit in fits if isinstance(law := getattr(fit, form, None), PowerLaw | Saturating)]
+    return laws if len(laws) == 2 else None
+
+
 def _exponents(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, name: str) -> Exponents | None:
     one, two = base.estimate(approach, name), other.estimate(approach, name)
     if one is None or two is None:
         return None
+    if name == "loss" and approach != "parametric":
+        curves = loss_laws(base, other, approach)
+        if curves is None:
+            return None
+        if isinstance(curves[0], Saturating) and isinstance(curves[1], Saturating):
+            exponents = curves[0].exponent, curves[1].exponent
+            return Exponents("L(C) − E", exponents[0][0], exponents[1][0], difference(*exponents))
     laws = base.law(approach, name), other.law(approach, name)
     if laws[0] is not None and laws[1] is not None:
         found = difference(*((law.exponent, law.exponent_error, law.freedom) for law in laws if law is not None))
     else:
-        values, estimate, freedom = _paired(base, other, lambda p: p.exponents()[name])
-        error = float(np.std(values[1:])) if len(values) > 2 else 0.0
-        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, freedom)) if error and freedom > 0 else None
+        values, estimate, fewer = _paired(base, other, lambda p: p.exponents()[name])
+        error = float(np.std(values[1:])) * math.sqrt(fewer.points / max(1, fewer.freedom)) if len(values) > 2 else 0.0
+        p = 2 * float(stats.t.sf(abs(estimate.mean) / error, fewer.freedom)) if error and fewer.freedom > 0 else None
         found = Difference(estimate, p)
     return Exponents(one.quantity, one.exponent.mean, two.exponent.mean, found)
 
@@ -214,7 +253,8 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
     """Compute of `other` divided by that of `base` at a loss, by the laws of both (which must exist)."""
     if approach == "parametric":
         return _paired(base, other, lambda p: p.log_compute(loss))[1].exp()
-    laws = [law for f in (base, other) if (law := f.law(approach, "loss")) is not None]
+    laws = loss_laws(base, other, approach)
+    assert laws is not None
     (one, one_error), (two, two_error) = (law.log_inverse(loss) for law in laws)
     error, freedom = welch([(one_error, laws[0].freedom), (two_error, laws[1].freedom)])
     return Interval.around(two - one, error, freedom).exp()
@@ -222,10 +262,10 @@ def saving(base: ArchitectureFit, other: ArchitectureFit, approach: Approach, lo
 
 def _paired(
     base: ArchitectureFit, other: ArchitectureFit, function: Callable[[Parametric], Floats]
-) -> tuple[Floats, Interval, int]:
-    """The difference of a function of two parametric laws: its values, its estimate and the degrees of freedom.
+) -> tuple[Floats, Interval, Parametric]:
+    """The difference of a function of two parametric laws: its values, its estimate, and the law with fewer points.
 
-    Bootstrap samples are independent, so any pairing will do. The fewer degrees of freedom give the wider interval.
+    Bootstrap samples are independent, so any pairing will do. The law with fewer points gives the wider interval.
     """
     one, two = base.parametric, other.parametric
     assert not isinstance(one, str)
@@ -234,4 +274,4 @@ def _paired(
     with np.errstate(invalid="ignore"):
         values = function(two)[:count] - function(one)[:count]
     fewer = min(one, two, key=lambda p: p.freedom)
-    return values, fewer.estimate(values), fewer.freedom
+    return values, fewer.estimate(values), fewer

@@ -1,67 +1,87 @@
-"""The figures of a scaling fit: loss over compute, optimal sizes and tokens, IsoFLOP curves, the parametric law, and
-the compute that one architecture saves."""
+"""The figures of a scaling fit: loss over compute, optimal sizes and tokens, and the compute that is saved."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import textwrap
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.collections import PathCollection
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from angpt.fits.frontier import Frontier
-from angpt.fits.hparam_figures import draw_law, law_text
-from angpt.fits.isoflop import IsoFlop, Level
-from angpt.fits.parametric import Parametric
-from angpt.fits.powerlaw import Floats
-from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, ScalingFit, saving
+from angpt.fits.hparam_figures import PALE, draw_law, law_text
+from angpt.fits.isoflop import IsoFlop
+from angpt.fits.powerlaw import Floats, PowerLaw
+from angpt.fits.saturating import Saturating
+from angpt.fits.scaling import APPROACHES, Approach, ArchitectureFit, Comparison, LawEstimate, ScalingFit, saving
 from angpt.present import style
 from angpt.present.charts import Absent, Chart, Row
-from angpt.present.words import label, listed, quantity
+from angpt.present.words import bracketed, label, listed, quantity, scientific
 
-T = TypeVar("T")
 MANY = 1500
 """Clouds of more points than this are drawn as pixels in SVG files too."""
-CURVES = 8
-"""Most sizes or levels that a figure shows."""
-FAR = 30.0
-"""Optima are drawn up to this factor beyond the sizes tried."""
-NEAR = 0.05
-"""Relative difference up to which runs of another size are drawn with a size."""
+TOGETHER, JOINED = 8, 15
+"""With up to this many sizes, architectures share a panel; with up to this many, the sizes have lines and names."""
+EXCESS = 1.5
+"""Per cent above the lowest loss at which the colour scale ends."""
 
 
 def loss_over_compute(fit: ScalingFit) -> Chart:
-    """Every run, and the law of the compute-binned minima."""
+    """Every run, joined by size, and the law of the frontier."""
     colors = style.looks(f.architecture for f in fit.architectures)
-    laws = {f.architecture: f.frontier.loss for f in fit.architectures if isinstance(f.frontier, Frontier)}
+    laws = {f.architecture: law for f in fit.architectures if (law := f.loss_law("frontier")) is not None}
+    sizes = max(len(np.unique(f.sample.parameters)) for f in fit.architectures)
 
     def draw(narrow: bool) -> Figure:
-        figure, (ax,) = style.panels(1, narrow, columns=1, height=4.6)
-        for f in fit.architectures:
-            look, s = colors[f.architecture], f.sample
-            alpha = max(0.15, min(0.75, 40 / math.sqrt(len(s)) / 3))
-            ax.plot(s.compute, np.exp(s.log_loss), look.marker, color=look.color, ms=4, alpha=alpha, mec="none",
-                    rasterized=len(s) > MANY, label=label(f.architecture))  # fmt: skip
-        for name, law in laws.items():
-            text = f"{label(name)}: {law_text(law, 'C')}"
-            draw_law(ax, law, np.geomspace(*law.x, 80), colors[name].color, text)
-        compute_axis(ax)
-        _loss_axis(ax)
-        style.fold_legend(figure, ax, narrow)
+        alone = len(fit.architectures) == 1
+        apart = not alone and TOGETHER < sizes <= JOINED
+        count = len(fit.architectures) if apart else 1
+        figure, axes = style.panels(count, narrow, columns=2, height=4.6 if count == 1 else 4.0)
+        handles = []
+        for i, f in enumerate(fit.architectures):
+            ax, look, law = axes[i % count], colors[f.architecture], laws.get(f.architecture)
+            color = look.color
+            if sizes <= JOINED:
+                _draw_runs(ax, f, look, lines=sizes > TOGETHER, named=apart or i == 0)
+            else:
+                cloud = _draw_cloud(ax, f, look, alone)
+                if alone:
+                    color = style.INK
+                    bar = figure.colorbar(cloud, ax=axes, shrink=0.8, aspect=25, pad=0.02, label="parameters")
+                    style.label_axis(bar.ax.yaxis, quantity, style.log_ticks(*bar.ax.get_ylim()))
+                    bar.outline.set_visible(False)
+            text = label(f.architecture)
+            if law is not None:
+                _draw_loss_law(ax, law, f.sample.compute, color)
+                text += f": {loss_text(law)}"
+            handles.append(
+                Line2D([], [], ls="--" if law else "none", lw=1.5, color=color, marker=look.marker, label=text)
+            )
+        limits = [ax.get_ylim() for ax in axes]
+        for ax in axes:
+            ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+            compute_axis(ax)
+            loss_axis(ax)
+        figure.legend(handles=handles, loc="outside upper left", ncols=1, handlelength=3)
         return figure
 
-    words = [f"{label(name)}: L(C) = {law_text(law, 'C')}" for name, law in laws.items()]
+    words = [f"{label(name)}: {loss_text(law)}" for name, law in laws.items()]
     bounds = [label(f.architecture) for f in fit.architectures if not getattr(f.frontier, "optimal", True)]
     extra = f" For {listed(bounds)} it is that of the best runs, not of optima." if bounds else ""
     return Chart(
         name="loss",
         title="Loss over compute",
-        caption="Each point is a complete run, the best at its size and budget. Dashed: the power law of the lowest "
-        f"loss at each compute, with its 95 % band.{extra} {fit.counting}.",
-        alt=f"Validation loss against training compute on logarithmic axes. {'; '.join(words) or 'No law.'}",
+        caption="Each point is a complete run"
+        + (", larger and darker for larger models" if sizes <= TOGETHER else ", coloured by the size of its model")
+        + ("; thin lines join the runs of a size" if TOGETHER < sizes <= JOINED else "")
+        + ". Dashed: the loss of the best size at each compute by the frontier regression, with its 95 % band: a power "
+        "law, or a law with an irreducible loss E where that is needed. Runs of other sizes lie above it."
+        f"{extra} {'. '.join(words)}. {fit.counting}.",
+        alt=f"Validation loss against training compute on logarithmic axes. {'; '.join(words) or 'No law'}.",
         columns=("architecture", "parameters", "tokens", "compute", "loss"),
         rows=tuple(
             (f.architecture, float(n), float(d), float(c), math.exp(y))
@@ -73,173 +93,145 @@ def loss_over_compute(fit: ScalingFit) -> Chart:
     )
 
 
+def _draw_runs(ax: Axes, f: ArchitectureFit, look: style.Look, lines: bool, named: bool) -> None:
+    """The runs of a few sizes, larger and darker for larger models; of more sizes, joined by lines."""
+    s, sizes = f.sample, np.unique(f.sample.parameters)
+    labels: list[tuple[float, float]] = []
+    span = np.ptp(np.log(s.compute)) or 1.0, np.ptp(s.log_loss) or 1.0
+    for rank, size in enumerate(sizes):
+        part = rank / max(1, len(sizes) - 1)
+        mine = np.flatnonzero(s.parameters == size)
+        mine = mine[np.argsort(s.compute[mine])]
+        area = 22 if lines else 12 + 40 * part
+        ax.scatter(s.compute[mine], np.exp(s.log_loss[mine]), color=style.blend(look.color, 0.5 - 0.5 * part), s=area,
+                   marker=look.marker, linewidths=0.4, edgecolors="white", zorder=4)  # fmt: skip
+        if lines:
+            ax.plot(s.compute[mine], np.exp(s.log_loss[mine]), "-", color=look.color, lw=0.8, alpha=0.4, zorder=2)
+        for end, side in ((mine[0], 1), (mine[-1], -1)) if named else ():
+            at = float(np.log(s.compute[end])) / span[0], float(s.log_loss[end]) / span[1]
+            if all(abs(at[0] - x) > 0.1 or abs(at[1] - y) > 0.05 for x, y in labels):
+                labels.append(at)
+                ax.annotate(quantity(float(size)), (s.compute[end], math.exp(s.log_loss[end])), (3 * side, 5),
+                            textcoords="offset points", ha="left" if side > 0 else "right", fontsize=7.5)  # fmt: skip
+                break
+
+
+def _draw_cloud(ax: Axes, f: ArchitectureFit, look: style.Look, alone: bool) -> PathCollection:
+    """The runs of many sizes, coloured by size."""
+    s = f.sample
+    shades = LinearSegmentedColormap.from_list("size", [style.blend(look.color, 0.6), look.color])
+    norm = LogNorm(s.parameters.min() / 1.01, s.parameters.max() * 1.01)
+    alpha = max(0.3, min(1.0, 13 / math.sqrt(len(s))))
+    return ax.scatter(s.compute, np.exp(s.log_loss), c=s.parameters, cmap=style.DEPTH if alone else shades, norm=norm,
+                      marker=look.marker, s=20, alpha=alpha, linewidths=0, rasterized=len(s) > MANY)  # fmt: skip
+
+
+def _draw_loss_law(ax: Axes, law: PowerLaw | Saturating, compute: Floats, color: str) -> None:
+    x = np.geomspace(compute.min(), compute.max(), 80)
+    mean, low, high = np.array([(v.mean, v.low, v.high) for v in map(law.log_at, x)], float).T
+    ax.plot(x, np.exp(mean), "--", color=color, lw=1.5, zorder=3)
+    if law.freedom > 0:
+        style.band(ax, x, np.exp(low), np.exp(high), color)
+
+
+def loss_text(law: PowerLaw | Saturating) -> str:
+    """The law of the loss in words."""
+    if isinstance(law, PowerLaw):
+        return f"L = {law_text(law, 'C')}"
+    e, scale, alpha = law.estimates().values()
+    return f"L = E + (C₀/C)ᵅ, E = {bracketed(e, '.2f')}, C₀ = {scientific(scale.mean)}, α = {bracketed(alpha, '.3f')}"
+
+
 def optimal_sizes(fit: ScalingFit) -> Chart | Absent:
-    """N_opt(C) and D_opt(C) by all three approaches."""
+    """N_opt(C) and D_opt(C) of each architecture, and the exponents of N_opt by all approaches."""
     title = "Compute-optimal model size and tokens"
-    having = [f for f in fit.architectures if _has_optimum(f)]
+    having = [f for f in fit.architectures if _exponents(f)]
     if not having:
         return Absent(title, "There are no optima; the notes say why.")
     colors = style.looks(f.architecture for f in fit.architectures)
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = style.panels(2, narrow, columns=2, height=3.9)
-        for ax, name, heading in zip(axes, ("parameters", "tokens"), ("N_opt(C)", "D_opt(C)"), strict=True):
-            for f in having:
-                _draw_optimum(ax, f, name, colors[f.architecture])
-            compute_axis(ax)
-            ax.set_yscale("log")
-            style.label_axis(ax.yaxis, quantity, style.log_ticks(*ax.get_ylim()))
-            ax.set(title=f"{name.capitalize()} {heading}", ylabel=name)
-        lines: list[dict[str, Any]] = [
-            {"color": colors[f.architecture].color, "lw": 2, "label": label(f.architecture)} for f in having
+        figure, axes = style.panels(3 * len(having), narrow, columns=3, height=3.2)
+        for i, f in enumerate(having):
+            for ax, name, symbol in zip(
+                axes[3 * i :], ("parameters", "tokens"), ("N_opt(C)", "D_opt(C)"), strict=False
+            ):
+                _draw_optimum(ax, f, name, colors[f.architecture].color)
+                compute_axis(ax)
+                ax.set_yscale("log")
+                style.label_axis(ax.yaxis, quantity, style.log_ticks(*ax.get_ylim()))
+                ax.set(title=f"{label(f.architecture)}: {symbol}", ylabel=name)
+            _draw_exponents(axes[3 * i + 2], f, colors[f.architecture].color)
+        lines = [
+            Line2D([], [], color=style.INK, ls="--", lw=1.5, label="frontier regression, 95 % band"),
+            Line2D([], [], color=style.INK, marker="o", ls="none", ms=4.5, label="runs, darker near the lowest loss"),
         ]
-        if any(f.law("frontier", "parameters") is not None for f in having):
-            lines.append({"marker": ".", "ls": "--", "lw": 1.4, "label": "compute-binned minima and law"})
         if any(isinstance(f.isoflop, IsoFlop) for f in having):
-            lines.append({"marker": "D", "mfc": "white", "ls": "none", "ms": 5, "label": "IsoFLOP minima"})
-        if any(isinstance(f.parametric, Parametric) for f in having):
-            lines.append({"ls": ":", "lw": 1.4, "label": "parametric fit"})
-        handles = [Line2D([], [], **({"color": style.INK} | line)) for line in lines]
-        figure.legend(handles=handles, loc="outside upper left", ncols=1 if narrow else 5)
+            lines.append(
+                Line2D([], [], color=style.INK, marker="D", mfc="white", ls="none", ms=5, label="IsoFLOP minima")
+            )
+        figure.legend(handles=lines, loc="outside upper left", ncols=1 if narrow else 3)
         return figure
 
-    words = []
-    rows: list[Row] = []
+    words, rows = [], list[Row]()
     for f in having:
-        for approach in APPROACHES:
+        for approach, e in _exponents(f).items():
             for symbol, name in (("N_opt", "parameters"), ("D_opt", "tokens")):
-                if (e := f.estimate(approach, name)) is not None and e.prefactor is not None:
-                    exponent = (e.exponent.mean, e.exponent.low, e.exponent.high)
-                    rows.append((f.architecture, approach, symbol, e.prefactor.mean, *exponent))
-        n, d = f.law("frontier", "parameters"), f.law("frontier", "tokens")
-        if n is not None and d is not None:
-            words.append(f"{label(f.architecture)}: N_opt = {law_text(n, 'C')}, D_opt = {law_text(d, 'C')}")
+                if (found := f.estimate(approach, name)) is not None and found.prefactor is not None:
+                    exponent = (found.exponent.mean, found.exponent.low, found.exponent.high)
+                    rows.append((f.architecture, approach, symbol, found.prefactor.mean, *exponent))
+            words.append(f"{label(f.architecture)} by {APPROACHES[approach]} α = {bracketed(e.exponent, '.3f')}")
     return Chart(
         name="optimal",
         title=title,
-        caption="Best number of parameters and of tokens at each compute, by the approaches that find an optimum. "
-        "Minima are those with a smaller and a larger model beside them; bands are the 95 % intervals of their law. "
-        + "".join(f"{text}. " for text in words)
-        + f"{fit.counting}.",
-        alt=f"Two panels on logarithmic axes: optimal parameters and tokens against compute. {'; '.join(words)}.",
+        caption="Best number of parameters and of tokens at each compute, N_opt(C) = N₀·Cᵅ. Dots are runs, darker where"
+        f" their loss is close to the lowest at their compute and pale from {EXCESS} % above it; dashed, the law of "
+        "the frontier regression over the compute at which smaller and larger models were tried; diamonds, the "
+        "vertices of IsoFLOP parabolas. Right: the exponent α of N_opt by each approach, with 95 % intervals. "
+        f"{'. '.join(words)}. {fit.counting}.",
+        alt=f"Optimal parameters and tokens against compute on logarithmic axes, and exponents. {'; '.join(words)}.",
         columns=("architecture", "approach", "quantity", "prefactor", "exponent", "low", "high"),
         rows=tuple(rows),
         draw=draw,
     )
 
 
-def _has_optimum(f: ArchitectureFit) -> bool:
-    found = f.law("frontier", "parameters") is not None or isinstance(f.isoflop, IsoFlop)
-    return found or len(_parametric_optimum(f, "parameters")[0]) > 0
+def _exponents(f: ArchitectureFit) -> dict[Approach, LawEstimate]:
+    """The laws N_opt(C) by the approaches that have one."""
+    found = {a: f.estimate(a, "parameters") for a in APPROACHES if getattr(f, a) is not None}
+    return {a: e for a, e in found.items() if e is not None}
 
 
-def _parametric_optimum(f: ArchitectureFit, name: str) -> tuple[Floats, Floats]:
-    """Compute, and the best size or tokens there, where it is within FAR of the sizes tried."""
-    if isinstance(f.parametric, str):
-        return np.empty(0), np.empty(0)
-    x = np.geomspace(*f.parametric.compute, 40)
-    n, d = np.array([[values[0] for values in f.parametric.log_optimum(math.log(c))[:2]] for c in x]).T
-    tried = np.log(f.sample.parameters)
-    near = (n > tried.min() - math.log(FAR)) & (n < tried.max() + math.log(FAR))
-    return x[near], np.exp((n if name == "parameters" else d)[near])
-
-
-def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, look: style.Look) -> None:
-    law = f.law("frontier", name)
+def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, color: str) -> None:
+    s, loss, law = f.sample, f.loss_law("frontier"), f.law("frontier", name)
+    above = s.log_loss - loss.log_mean(s.compute) if loss else np.zeros(len(s))
+    shades = LinearSegmentedColormap.from_list("excess", [color, PALE])
+    order = np.argsort(-above)  # the best on top
+    ax.scatter(s.compute[order], getattr(s, name)[order], c=100 * above[order], cmap=shades, norm=Normalize(0, EXCESS),
+               s=16, edgecolors=style.INK, linewidths=0.25, rasterized=len(s) > MANY)  # fmt: skip
     if isinstance(f.frontier, Frontier) and law is not None:
-        minima = f.frontier.minima
-        some = np.flatnonzero(minima.used)
-        some = some[np.linspace(0, len(some) - 1, min(60, len(some))).astype(int)]
-        values = minima.log_parameters if name == "parameters" else minima.log_tokens
-        ax.plot(np.exp(minima.log_compute[some]), np.exp(values[some]), ".", color=look.color, ms=4, alpha=0.6)
-        draw_law(ax, law, np.geomspace(law.x[0] / 1.5, law.x[1] * 1.5, 60), look.color)
+        draw_law(ax, law, np.geomspace(*law.x, 60), color)
     if isinstance(f.isoflop, IsoFlop):
         at = [(lev.compute, getattr(lev.vertex, name)) for lev in f.isoflop.levels if lev.vertex is not None]
-        ax.plot(*zip(*at, strict=True), "D", mec=look.color, mfc="white", mew=1.4, ms=5.5, zorder=6)
-    ax.plot(*_parametric_optimum(f, name), ":", color=look.color, lw=1.5)
+        ax.plot(*zip(*at, strict=True), "D", mec=style.INK, mfc="white", mew=1.2, ms=5, zorder=6)
 
 
-def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
-    """Loss over size at each level of compute."""
-    title = "IsoFLOP curves"
-    having = [(f, f.isoflop) for f in fit.architectures if isinstance(f.isoflop, IsoFlop)]
-    if not having:
-        return Absent(title, f"{fit.architectures[0].isoflop}.")
-
-    def levels(ax: Axes, f: ArchitectureFit, iso: IsoFlop) -> None:
-        shown = [iso.levels[i] for i in style.evenly(len(iso.levels), CURVES)]
-        norm = LogNorm(shown[0].compute / 1.01, shown[-1].compute * 1.01)
-        for level in shown:
-            _draw_level(ax, level, style.DEPTH(norm(level.compute)))
-
-    return Chart(
-        name="isoflop",
-        title=title,
-        caption="Loss over model size at equal compute. Points are runs; lines are the parabolas in logarithms, drawn "
-        "over the sizes that they were fitted to; diamonds are their vertices. Pale levels have their best run at the "
-        f"smallest or largest size, and no optimum. {fit.counting}.",
-        alt="Loss against model size, a parabola for each level of compute: "
-        + "; ".join(f"{label(f.architecture)} {len(iso.levels)} levels" for f, iso in having)
-        + ".",
-        columns=("architecture", "compute", "parameters", "loss", "optimal_parameters", "optimal_tokens", "problem"),
-        rows=tuple(
-            (f.architecture, lev.compute, float(n), float(y), *best, lev.problem)
-            for f, iso in having
-            for lev in iso.levels
-            for best in [(lev.vertex.parameters, lev.vertex.tokens) if lev.vertex else (None, None)]
-            for n, y in zip(lev.parameters, lev.losses, strict=True)
-        ),
-        draw=_loss_curves(having, levels, "parameters N", "FLOPs"),
-    )
-
-
-def _draw_level(ax: Axes, level: Level, color: tuple[float, ...]) -> None:
-    pale = 0.35 if level.problem else 1.0
-    compute = f"{level.compute:.1e}".replace("e+", "e")
-    ax.plot(level.parameters, level.losses, "o", color=color, ms=3.5, alpha=pale, label=compute)
-    if level.vertex is not None:
-        x = np.geomspace(*level.vertex.support, 80)
-        y = np.polyval(level.vertex.coefficients[::-1], np.log(x / level.vertex.center))
-        ax.plot(x, np.exp(y), color=color, lw=1.3)
-        ax.plot(level.vertex.parameters, level.vertex.loss, "D", color=color, mec=style.INK, mew=0.8, ms=5.5, zorder=5)
-
-
-def parametric_law(fit: ScalingFit) -> Chart | Absent:
-    """Loss over tokens for each size, and the parametric law through them."""
-    title = "The parametric law"
-    having = [(f, f.parametric) for f in fit.architectures if isinstance(f.parametric, Parametric)]
-    if not having:
-        return Absent(title, f"{fit.architectures[0].parametric}.")
-
-    def sizes(ax: Axes, f: ArchitectureFit, law: Parametric) -> None:
-        s, (e, log_a, log_b, a, b) = f.sample, law.theta[0]
-        tried = np.unique(s.parameters)
-        shown = tried[style.evenly(len(tried), CURVES)].tolist()
-        norm = LogNorm(shown[0] / 1.01, shown[-1] * 1.01)
-        for size in shown:
-            mine = np.abs(np.log(s.parameters / size)) <= NEAR
-            color = style.DEPTH(norm(size))
-            d = np.geomspace(s.tokens[mine].min() / 1.2, s.tokens[mine].max() * 1.2, 60)
-            loss = math.exp(e) + math.exp(log_a) * size**-a + math.exp(log_b) * d**-b
-            ax.plot(s.tokens[mine], np.exp(s.log_loss[mine]), "o", color=color, ms=3.5, label=quantity(size))
-            ax.plot(d, loss, color=color, lw=1.3)
-
-    words = []
-    for f, law in having:
-        e, a_, b_, a, b = (estimate.mean for estimate in law.parameters().values())
-        words.append(f"{label(f.architecture)}: L = {e:.3g} + {a_:.3g}/N^{a:.3f} + {b_:.3g}/D^{b:.3f}")
-    return Chart(
-        name="parametric",
-        title=title,
-        caption="Points are runs of these sizes (within 5 %), lines the law L = E + A/Nᵃ + B/Dᵇ fitted to all sizes at "
-        f"once. {'. '.join(words)}.",
-        alt=f"Loss against tokens with a line for each model size. {'; '.join(words)}.",
-        columns=("architecture", "parameter", "value", "low", "high"),
-        rows=tuple(
-            (f.architecture, name, e.mean, e.low, e.high) for f, law in having for name, e in law.parameters().items()
-        ),
-        draw=_loss_curves(having, sizes, "tokens D", "parameters"),
-    )
+def _draw_exponents(ax: Axes, f: ArchitectureFit, color: str) -> None:
+    """One interval per approach, one below the other."""
+    found = _exponents(f)
+    for row, e in enumerate(found.values()):
+        value = e.exponent
+        if value.low is not None and value.high is not None:
+            ax.plot([value.low, value.high], [row, row], "|-", color=color, lw=1.8, ms=8, mew=1.8)
+        ax.plot(value.mean, row, "o", color=color, ms=5)
+        ax.annotate(
+            bracketed(value, ".3f"), (value.mean, row), (0, 7), textcoords="offset points", ha="center", fontsize=7.5
+        )
+    ax.set_yticks(range(len(found)), [textwrap.fill(APPROACHES[a], 13) for a in found])
+    ax.set_ylim(len(found) - 0.5, -0.75)
+    ax.margins(x=0.15)
+    ax.locator_params(axis="x", nbins=5)
+    ax.set(title=f"{label(f.architecture)}: exponent of N_opt(C)", xlabel="α")
 
 
 def savings(fit: ScalingFit) -> Chart | Absent:
@@ -264,7 +256,8 @@ def savings(fit: ScalingFit) -> Chart | Absent:
             style.reference(ax)
             ax.invert_xaxis()
             ax.set(title=APPROACHES[approach][0].upper() + APPROACHES[approach][1:], xlabel="validation loss")
-        axes[0].set_ylabel(f"compute relative to {base}")
+        for ax in axes[:: 1 if narrow else 3]:
+            ax.set_ylabel(f"compute relative to {base}")
         style.fold_legend(figure, axes[0], narrow)
         return figure
 
@@ -296,36 +289,17 @@ def _saving_curve(fit: ScalingFit, c: Comparison) -> tuple[Floats, ...]:
     return x, *np.array([(e.mean, e.low, e.high) for e in found], float).T
 
 
-def _loss_curves(
-    having: Sequence[tuple[ArchitectureFit, T]], curves: Callable[[Axes, ArchitectureFit, T], None], x: str, lines: str
-) -> Callable[[bool], Figure]:
-    """Panels of loss over `x`, one per architecture, whose legend lists the `lines`."""
-
-    def draw(narrow: bool) -> Figure:
-        figure, axes = style.panels(len(having), narrow, columns=2, height=3.8)
-        for ax, (f, found) in zip(axes, having, strict=True):
-            curves(ax, f, found)
-            ax.set_xscale("log")
-            style.label_axis(ax.xaxis, quantity, style.log_ticks(*ax.get_xlim()))
-            _loss_axis(ax)
-            ax.set(title=label(f.architecture), xlabel=x)
-            ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title=lines, fontsize=8, title_fontsize=8)
-        return figure
-
-    return draw
-
-
 def compute_axis(ax: Axes) -> None:
     ax.set_xscale("log")
     ax.set_xlabel("training compute C (FLOPs)")
-    style.label_axis(ax.xaxis, lambda value: f"{value:.0e}".replace("e+", "e"))
+    style.label_axis(ax.xaxis, scientific)
 
 
-def _loss_axis(ax: Axes) -> None:
+def loss_axis(ax: Axes) -> None:
     """A logarithmic loss axis; a short one has few round numbers, so it gets the ticks of a linear one."""
     style.plain_log_axis(ax)
     low, high = ax.get_ylim()
     if high / low < 8:
-        ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        ticks: Sequence[float] = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
         ax.set_yticks([t for t in ticks if low <= t <= high])
     ax.set_ylabel("validation loss")

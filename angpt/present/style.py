@@ -8,7 +8,7 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
 
@@ -66,7 +66,7 @@ WIDE, NARROW = 9.6, 3.75
 
 @dataclass(frozen=True)
 class Look:
-    color: str
+    color: Any
     marker: str
 
 
@@ -129,9 +129,15 @@ def reference(ax: Axes, vertical: bool = False) -> None:
     (ax.axvline if vertical else ax.axhline)(1, color=INK, lw=0.8, ls=DASHED)
 
 
-def band(ax: Axes, x: Any, low: Any, high: Any, color: str) -> None:
+def band(ax: Axes, x: Any, low: Any, high: Any, color: Any) -> None:
     """Draw a pale area between two lines."""
     ax.fill_between(x, low, high, color=color, alpha=0.15, lw=0, zorder=1)
+
+
+def blend(color: str, part: float) -> tuple[float, float, float]:
+    """The colour mixed with this part of white."""
+    red, green, blue = (part + (1 - part) * value for value in to_rgb(color))
+    return red, green, blue
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -6,6 +6,7 @@ from angpt.stats import Interval
 
 NONE = "–"
 """Text for a missing number."""
+SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 LABELS = {"gpt+": "GPT+", "ngpt": "nGPT", "angpt": "anGPT"}
 
 
@@ -23,6 +24,13 @@ def quantity(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def scientific(number: float, digits: int = 2) -> str:
+    """A positive number as a power of ten with this many digits before it: 10¹⁹, 3.2·10¹⁸."""
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
+    power = f"10{str(int(exponent)).translate(SUPERSCRIPTS)}"
+    return power if float(mantissa) == 1 else f"{mantissa}·{power}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

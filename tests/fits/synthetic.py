@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from angpt.fits.compute import Sample
 from angpt.fits.records import Record
 
 
@@ -29,6 +30,35 @@ class Law:
     def exponents(self) -> dict[str, float]:
         total = self.a + self.b
         return {"parameters": self.b / total, "tokens": self.a / total, "loss": -self.a * self.b / total}
+
+
+LAW = Law()
+"""That of Hoffmann et al. (2022)."""
+REFIT = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
+"""That of Besiroglu et al. (2024), fitted to the same runs."""
+FREE = Law(E=0.0)
+"""Without irreducible loss, L(C) is an exact power law."""
+MODELS = np.array([32.05, 62.24, 127.03, 247.17, 505.73, 1073.0]) * 1e6
+"""Parameters of GPT+ in the sizes of the paper."""
+MULTIPLES = (10.0, 20.0, 40.0, 60.0, 100.0)
+"""Tokens per parameter of experiments/scaling.toml."""
+
+
+def grid(law: Law, sizes: Any, computes: Any, noise: float = 0.0, seed: int = 0) -> Sample:
+    """Every size at every compute."""
+    n, c = np.tile(sizes, len(computes)), np.repeat(computes, len(sizes))
+    return _sample(law, n, c / (6 * n), noise, seed)
+
+
+def multiples(law: Law, sizes: Any, ratios: Any, noise: float = 0.0, seed: int = 0) -> Sample:
+    """Every size with budgets that are multiples of it, so that each compute has different sizes."""
+    n = np.repeat(sizes, len(ratios))
+    return _sample(law, n, n * np.tile(ratios, len(sizes)), noise, seed)
+
+
+def _sample(law: Law, n: Any, d: Any, noise: float, seed: int) -> Sample:
+    y = np.log(law.loss(n, d)) + noise * np.random.default_rng(seed).standard_normal(len(n))
+    return Sample(n, d, 6 * n * d, y, np.ones(len(n)))
 
 
 def isoflop_records(
@@ -55,15 +85,20 @@ class Valley:
     coupling: float = 0.5
     """Exponent with which the best rate rises with the batch."""
     steepness: tuple[float, float] = (0.012, 0.03)
+    tokens: tuple[float, float] = (0.0, 0.0)
+    """Exponents of the best batch and rate over tokens, relative to 20 per parameter."""
 
-    def best(self, n: float) -> tuple[float, float]:
-        return self.batch[0] * (n / 1e8) ** self.batch[1], self.lr[0] * (n / 1e8) ** self.lr[1]
+    def best(self, n: float, d: float | None = None) -> tuple[float, float]:
+        more = 1.0 if d is None else d / (20 * n)
+        batch, lr = (y0 * (n / 1e8) ** a for y0, a in (self.batch, self.lr))
+        return batch * more ** self.tokens[0], lr * more ** self.tokens[1]
 
-    def log_loss(self, n: float, batch: float, lr: float) -> float:
-        best_batch, best_lr = self.best(n)
+    def log_loss(self, n: float, batch: float, lr: float, d: float | None = None) -> float:
+        best_batch, best_lr = self.best(n, d)
         u = math.log(batch / best_batch)
         v = math.log(lr / best_lr) - self.coupling * u
-        return math.log(2 + 2 * (n / 1e8) ** -0.15) + self.steepness[0] * u**2 + self.steepness[1] * v**2
+        lowest = math.log(2 + 2 * (n / 1e8) ** -0.15) - 0.05 * math.log((d or 20 * n) / (20 * n))
+        return lowest + self.steepness[0] * u**2 + self.steepness[1] * v**2
 
 
 def sweep_records(
@@ -75,13 +110,14 @@ def sweep_records(
     rates: int = 5,
     seeds: int = 1,
     name: str = "angpt",
+    multiples: Sequence[float] = (20.0,),
     **fields: Any,
 ) -> list[Record]:
     """Grids of powers of two around the optimum of each size, like those of a study that extends its grids."""
     generator = np.random.default_rng(seed)
     records = []
-    for n in sizes:
-        best_batch, best_lr = valley.best(n)
+    for n, d in ((n, m * n) for n in sizes for m in multiples):
+        best_batch, best_lr = valley.best(n, d)
         center = 2.0 ** round(math.log2(best_batch))
         for i in range(-(batches // 2), batches - batches // 2):
             batch = center * 2.0**i
@@ -89,9 +125,9 @@ def sweep_records(
             for j in range(-(rates // 2), rates - rates // 2):
                 lr = middle * 2.0**j
                 for s in range(seeds):
-                    loss = math.exp(valley.log_loss(n, batch, lr) + noise * generator.standard_normal())
+                    loss = math.exp(valley.log_loss(n, batch, lr, d) + noise * generator.standard_normal())
                     record = Record(
-                        "", name, float(n), 20.0 * n, loss, batch_tokens=batch, lr=lr, seed=str(s), **fields
+                        "", name, float(n), float(d), loss, batch_tokens=batch, lr=lr, seed=str(s), **fields
                     )
                     records.append(record)
     return records

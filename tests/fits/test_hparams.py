@@ -1,14 +1,18 @@
 import dataclasses
 import math
 import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
+from scipy.interpolate import Akima1DInterpolator
 
 from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.fits.hparams import fit_hparams, fit_sweep
-from angpt.fits.records import average
+from angpt.fits.plane import fit_plane
+from angpt.fits.records import Record, average
 from angpt.fits.rules import RULES, write_rules
 from angpt.training.plan import Rule
 from tests.fits.synthetic import Valley, sweep_records
@@ -16,6 +20,7 @@ from tests.intervals import check_intervals
 
 SIZES = [32e6, 62e6, 127e6, 247e6, 506e6]
 VALLEY = Valley()
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
 
 def fit(records, **options):
@@ -30,8 +35,8 @@ def optima(found):
     return [size.optimum for size in found.sizes]
 
 
-@pytest.mark.parametrize(("batches", "rates", "method"), [(5, 5, "akima"), (7, 6, "akima"), (3, 3, "parabola")])
-def test_the_planted_laws_without_noise(batches, rates, method):
+@pytest.mark.parametrize(("batches", "rates"), [(5, 5), (7, 6), (3, 3), (4, 4)])
+def test_the_planted_laws_without_noise(batches, rates):
     found = fit(sweep_records(VALLEY, SIZES, batches=batches, rates=rates))
     law = trend(found)
     assert law.batch_tokens.exponent == pytest.approx(VALLEY.batch[1], abs=0.01)
@@ -40,9 +45,6 @@ def test_the_planted_laws_without_noise(batches, rates, method):
     assert law.lr.at(1e8).mean == pytest.approx(VALLEY.lr[0], rel=0.01)
     for n, optimum in zip(SIZES, optima(found), strict=True):
         assert (optimum.batch_tokens, optimum.lr) == pytest.approx(VALLEY.best(n), rel=0.01)
-        assert optimum.method == method
-    if method == "parabola":
-        assert any("too few for Akima's interpolation: parabola" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("noise", [0.001, 0.003])
@@ -96,7 +98,7 @@ def test_an_edge_over_batches_is_not_an_optimum():
     assert optima(found) == [None] * len(SIZES)
     assert found.trends == ()
     assert all("at the low edge of the grid: no optimum; try smaller ones" in size.problem for size in found.sizes)
-    assert any("0 of 5 sizes have an optimum inside their grid, two are needed: no law" in note for note in found.notes)
+    assert any("0 of 5 sizes have an optimum inside their grid, 2 are needed: no law" in note for note in found.notes)
 
 
 def test_an_edge_that_is_better_still_refuses_the_size():
@@ -119,11 +121,11 @@ def test_an_edge_that_is_better_still_refuses_the_size():
 
 
 @pytest.mark.parametrize(
-    ("points", "diverged", "lr", "method", "problem"),
+    ("points", "diverged", "lr", "bounded", "problem"),
     [
-        ([(1, 3.0), (2, 2.9), (4, 3.0)], [], 2.0, "parabola", None),
-        ([(1, 3.0), (2, 2.9)], [4], 2.0, "bounded", None),
-        ([(1, 3.0), (2, 2.9), (4, 2.8)], [8], 4.0, "bounded", None),
+        ([(1, 3.0), (2, 2.9), (4, 3.0)], [], 2.0, False, None),
+        ([(1, 3.0), (2, 2.9)], [4], 2.0, True, None),
+        ([(1, 3.0), (2, 2.9), (4, 2.8)], [8], 4.0, True, None),
         ([(1, 3.0), (2, 2.9), (4, 2.8)], [0.5], None, None, "at the high edge"),
         ([(1, 2.8), (2, 2.9), (4, 3.0)], [8], None, None, "at the low edge"),
         ([(1, 3.0), (2, 2.9)], [], None, None, "2 rates are too few"),
@@ -131,13 +133,39 @@ def test_an_edge_that_is_better_still_refuses_the_size():
         ([], [1, 2], None, None, "all 2 rates diverged; try lower ones"),
     ],
 )
-def test_one_sweep(points, diverged, lr, method, problem):
+def test_one_sweep(points, diverged, lr, bounded, problem):
     sweep = fit_sweep(65536, points, diverged)
     if lr is None:
         assert sweep.minimum is None
         assert problem in sweep.problem
     else:
-        assert (sweep.minimum.lr, sweep.minimum.method, sweep.problem) == (pytest.approx(lr), method, None)
+        assert (sweep.minimum.lr, sweep.minimum.bounded, sweep.problem) == (pytest.approx(lr), bounded, None)
+
+
+def test_both_stages_are_scipys_akima():
+    """The grid of experiments/hparams.toml, three batches and rates, with a fourth of each where it grew."""
+    grid = tomllib.loads((EXPERIMENTS / "hparams.toml").read_text())["grid"][0]
+    assert (len(grid["batches"]), len(grid["lrs"])) == (3, 3)
+    rng, n, records, minima = np.random.default_rng(0), 127e6, [], []
+    for batch in 65536.0 * 2.0 ** np.arange(4):
+        best = 0.01 * (batch / 131072) ** 0.4
+        lrs = best * 2.0 ** np.arange(-1.3, 2.0)
+        losses = 3 * np.exp(0.03 * np.abs(np.log(lrs / best)) ** 1.7 + 0.01 * abs(math.log(batch / 150_000)) ** 1.5)
+        losses *= 1 + 0.001 * rng.standard_normal(4)
+        records += [
+            Record("x", "m", n, 20 * n, float(y), batch_tokens=batch, lr=float(x))
+            for x, y in zip(lrs, losses, strict=True)
+        ]
+        curve = Akima1DInterpolator(np.log(lrs), np.log(losses))
+        fine = np.linspace(*np.log(lrs[[0, -1]]), 100_001)
+        at = fine[np.argmin(curve(fine))]
+        minima.append((math.log(batch), at, curve(at)))
+    batches, rates, losses = np.array(minima).T
+    fine = np.linspace(*batches[[0, -1]], 100_001)
+    best = fine[np.argmin(Akima1DInterpolator(batches, losses)(fine))]
+    found = fit(records).sizes[0].optimum
+    assert math.log(found.batch_tokens) == pytest.approx(best, abs=1e-4)
+    assert math.log(found.lr) == pytest.approx(float(Akima1DInterpolator(batches, rates)(best)), abs=1e-4)
 
 
 def test_a_rate_at_which_a_seed_diverged_counts_as_diverged():
@@ -176,14 +204,12 @@ def test_two_sizes_leave_no_interval():
     found = fit(sweep_records(VALLEY, SIZES[:2], 0.001))
     assert trend(found).lr.slope.low is None
     assert trend(found).leave_one_out == ()
-    assert any("the law has no interval" in note for note in found.notes)
+    assert any("only 2 optima: the laws have no interval" in note for note in found.notes)
 
 
-def test_several_budgets_need_a_choice():
+def test_a_budget_can_be_chosen():
     records = sweep_records(VALLEY, SIZES)
     longer = [dataclasses.replace(r, tokens=2 * r.tokens, lr=0.5 * r.lr, loss=0.9 * r.loss) for r in records]
-    with pytest.raises(UserError, match=r"several budgets, \[20.0, 40.0\] tokens per parameter.*--multiple 20"):
-        fit(records + longer)
     assert trend(fit(records + longer, multiple=20)).lr == trend(fit(records)).lr
     halved = trend(fit(records + longer, multiple=40)).lr
     assert halved.at(1e8).mean == pytest.approx(VALLEY.lr[0] / 2, rel=0.01)
@@ -200,6 +226,101 @@ def test_leaving_one_out():
     expected = trend(others).lr.at(SIZES[1], new=True)
     at = found.sizes[1].optimum.lr
     assert (left[1].lr.mean, left[1].lr.low) == pytest.approx((expected.mean / at, expected.low / at))
+
+
+OF_TOKENS = Valley(tokens=(0.4, -0.3))
+"""At 20 tokens per parameter the same as VALLEY."""
+BUDGETS = (3.0, 10.0, 20.0, 60.0)
+
+
+def test_laws_of_parameters_and_tokens_without_noise():
+    """batch = 2e5·(N/1e8)^0.5·(D/20N)^0.4, and the rate likewise."""
+    found = fit(sweep_records(OF_TOKENS, SIZES[:4], multiples=BUDGETS))
+    law = trend(found)
+    assert law.with_tokens
+    assert len(law.optima) == 16
+    assert [e.mean for e in law.batch_tokens.exponents] == pytest.approx([0.5 - 0.4, 0.4], abs=0.01)
+    assert [e.mean for e in law.lr.exponents] == pytest.approx([-0.2 + 0.3, -0.3], abs=0.01)
+    for n, d in ((5e7, 1e9), (2e8, 2e10)):
+        batch, lr = OF_TOKENS.best(n, d)
+        assert law.batch_tokens.at(n, d).mean == pytest.approx(batch, rel=0.02)
+        assert law.lr.at(n, d).mean == pytest.approx(lr, rel=0.02)
+    assert all(x.lr.mean == pytest.approx(1, abs=0.05) for x in law.leave_one_out)
+    assert "anGPT 32M, 640M tokens" in {size.name.replace("641M", "640M") for size in found.sizes}
+
+
+@pytest.mark.slow
+def test_intervals_of_parameters_and_tokens_cover_the_truth():
+    truth, trials = OF_TOKENS.best(1e8, 3e9), []
+    for seed in range(100):
+        law = trend(fit(sweep_records(OF_TOKENS, SIZES[:4], 0.0015, seed, multiples=BUDGETS)))
+        values = [law.batch_tokens.at(1e8, 3e9), law.lr.at(1e8, 3e9)]
+        trials.append([*law.batch_tokens.exponents, *law.lr.exponents, *values])
+    check_intervals(trials, [0.1, 0.4, 0.1, -0.3, *truth], hits=90)
+
+
+def test_a_plane_is_the_regression_of_logarithms():
+    """With explicit matrices."""
+    rng = np.random.default_rng(0)
+    n, d = np.exp(rng.uniform(17, 20, 9)), np.exp(rng.uniform(20, 24, 9))
+    y = 3e-4 * n**0.2 * d**-0.3 * np.exp(0.1 * rng.standard_normal(9))
+    design = np.column_stack([np.ones(9), np.log(n), np.log(d)])
+    inverse = np.linalg.inv(design.T @ design)
+    theta = inverse @ design.T @ np.log(y)
+    residual = np.log(y) - design @ theta
+    covariance, t = residual @ residual / 6 * inverse, stats.t.ppf(0.975, 6)
+    law = fit_plane(n, d, y)
+    for found, i in zip(law.exponents, (1, 2), strict=True):
+        half = t * math.sqrt(covariance[i, i])
+        assert (found.mean, found.low, found.high) == pytest.approx((theta[i], theta[i] - half, theta[i] + half))
+    for new in (False, True):
+        at = np.array([1.0, math.log(1e8), math.log(2e9)])
+        half = t * math.sqrt(at @ covariance @ at + (residual @ residual / 6 if new else 0.0))
+        assert math.log(law.at(1e8, 2e9, new).high) == pytest.approx(at @ theta + half)
+    with pytest.raises(ValueError, match="three points that lie on no line"):
+        fit_plane(n, 20 * n, y)
+
+
+def test_one_size_with_several_budgets_gives_no_law():
+    found = fit(sweep_records(OF_TOKENS, SIZES[:1], multiples=BUDGETS))
+    assert found.trends == ()
+    assert any("lie on one line" in note for note in found.notes)
+
+
+def test_diverged_runs_count_at_their_own_budget():
+    records = sweep_records(OF_TOKENS, SIZES[:3], multiples=(20.0, 60.0))
+    high = max(r.lr for r in records if (r.parameters, r.tokens) == (SIZES[0], 20 * SIZES[0]))
+    spoilt = [
+        dataclasses.replace(r, loss=math.nan, status="diverged")
+        if (r.parameters, r.tokens, r.lr) == (SIZES[0], 20 * SIZES[0], high)
+        else r
+        for r in records
+    ]
+    first, second = fit(spoilt).sizes[:2]
+    assert any(high in s.diverged for s in first.sweeps)
+    assert not any(s.diverged for s in second.sweeps)
+
+
+def test_laws_of_tokens_become_rules(tmp_path):
+    path = tmp_path / "rules.toml"
+    found = fit(sweep_records(OF_TOKENS, [16e6, *SIZES[:3]], multiples=BUDGETS))
+    write_rules(path, found.trends, "angpt fit hparams x")
+    rule = rules(path)["angpt"]
+    assert rule.lr_exponents == pytest.approx((0.1, 0.1), abs=0.01)
+    assert (rule.lr_tokens_exponent, rule.batch_tokens_exponent) == pytest.approx((-0.3, 0.4), abs=0.01)
+    for n, d in ((20_000_000, 10**9), (100_000_000, 4 * 10**9)):
+        batch, lr = OF_TOKENS.best(n, d)
+        assert rule.lr_at(n, d) == pytest.approx(lr, rel=0.04)
+        assert abs(math.log2(rule.batch_at(n, d, 2048) / batch)) <= 0.55
+    text = path.read_text()
+    assert "# lr = 0.0" in text
+    assert "at 32M parameters and 100M tokens, exponent 0.1" in text
+    assert "over tokens\n[angpt]\n" in text
+    # A law of the parameters alone has no term for tokens; the comments of other rules are kept.
+    write_rules(path, fit(sweep_records(VALLEY, SIZES)).trends, "angpt fit hparams y")
+    assert rules(path)["angpt"].lr_tokens_exponent == 0
+    write_rules(path, fit(sweep_records(VALLEY, SIZES, name="gpt+")).trends, "angpt fit hparams z")
+    assert "by: angpt fit hparams y\n" in path.read_text()
 
 
 def rules(path):
@@ -224,15 +345,15 @@ def test_the_law_becomes_the_rule(tmp_path):
         assert (after[name].weight_decay, after[name].warmup) == (before[name].weight_decay, before[name].warmup)
     text = path.read_text()
     assert text.startswith(RULES.read_text()[:80])
-    assert "# Fitted to 5 sizes from 32M to 506M by: angpt fit hparams x\n" in text
-    assert "# Fitted to 5 sizes from 32M to 506M by: angpt fit hparams y\n" in text
+    for source in "xy":
+        assert f"# Fitted to 5 optima, 5 sizes from 32M to 506M, by: angpt fit hparams {source}\n# lr = " in text
 
 
 def test_rules_that_cannot_be_written(tmp_path):
     found = fit(sweep_records(VALLEY, SIZES, name="angpt/no-lerp"))
     with pytest.raises(UserError, match="no rule for angpt/no-lerp; rules exist for gpt"):
         write_rules(tmp_path / "rules.toml", found.trends, "")
-    with pytest.raises(UserError, match="an optimum for two sizes; a rule needs three"):
+    with pytest.raises(UserError, match="angpt has 2 optima, and a rule with intervals needs one more"):
         write_rules(tmp_path / "rules.toml", fit(sweep_records(VALLEY, SIZES[:2])).trends, "")
     good = fit(sweep_records(VALLEY, SIZES)).trends
     (tmp_path / "other.toml").write_text("lr = 3\n")

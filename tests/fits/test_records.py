@@ -9,7 +9,8 @@ import pytest
 from angpt.config import ModelConfig, OptimizerConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.fits.compute import Counting, make_curves, make_sample
-from angpt.fits.records import COLUMNS, Record, average, read_table
+from angpt.fits.reading import read_table
+from angpt.fits.records import COLUMNS, Record, average
 from angpt.models.variants import build
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
@@ -108,7 +109,7 @@ def test_a_csv_file(tmp_path):
 
 @pytest.mark.parametrize("loss", ["", "nan", "NaN", "inf", "diverged", "null"])
 def test_losses_that_are_not_finite(tmp_path, loss):
-    table = read_table([write(tmp_path / "x.csv", f"parameters,tokens,loss\n1,1,{loss}\n2,1,3\n")])
+    table = read_table([write(tmp_path / "x.csv", f"parameters,tokens,loss\n1e8,1e9,{loss}\n2e8,1e9,3\n")])
     assert (len(table.cells), len(table.diverged)) == (1, 1)
 
 
@@ -126,7 +127,14 @@ def test_rows_of_a_run_are_its_curve(tmp_path):
     ("text", "message"),
     [
         ("", "has no column parameters and no column tokens and no column loss (found: nothing)"),
-        ("params,tokens,loss\n", "has no column parameters (found: params, tokens, loss)"),
+        ("params,tokens,loss\n", "has no column parameters (found: params, tokens, loss); rename params to parameters"),
+        ("N,D,val_loss\n", "rename N to parameters, rename D to tokens, rename val_loss to loss"),
+        (
+            "parameters,tokens,loss,learning_rate\n",
+            "unknown column 'learning_rate': did you mean lr (peak learning rate)?",
+        ),
+        ("parameters,tokens,loss,Peak LR\n", "unknown column 'Peak LR': did you mean lr (peak learning rate)?"),
+        ("parameters,tokens,loss,batch_size\n", "did you mean batch_tokens (tokens per step)?"),
         ("parameters,tokens,loss\n", "has no runs"),
         ("parameters,tokens,loss,batch_token\n1,1,1,1\n", "unknown column 'batch_token': did you mean batch_tokens"),
         ("parameters,tokens,loss,loss\n1,1,1,1\n", "has the column loss twice"),
@@ -138,7 +146,7 @@ def test_rows_of_a_run_are_its_curve(tmp_path):
         ("parameters,tokens,loss\n1,5,-2\n", ":2: loss = -2 must be positive"),
         ("parameters,tokens,loss\n1,5\n", ":2: its number of cells differs from the first line's"),
         ("parameters,tokens,loss\n1,5,3,4\n", ":2: its number of cells differs from the first line's"),
-        ("parameters,tokens,loss\n1,5,nan\n2,5,inf\n", "none of the 2 runs has finished with a finite loss"),
+        ("parameters,tokens,loss\n1e8,1e9,nan\n2e8,1e9,inf\n", "none of the 2 runs has finished with a finite loss"),
         ("run,parameters,tokens,loss\na,1,5,3\na,2,6,2\n", "rows of the run 'a' differ in parameters"),
         ("run,parameters,tokens,loss\na,1,5,3\na,1,5,2\n", "the run 'a' has two rows at 5 tokens"),
     ],
@@ -166,7 +174,7 @@ def test_sources_that_are_none(tmp_path):
 
 
 def test_what_a_fit_needs_is_asked_for(tmp_path):
-    path = write(tmp_path / "x.csv", "parameters,tokens,loss,lr\n1,1,1,0.1\n2,1,1,\n")
+    path = write(tmp_path / "x.csv", "parameters,tokens,loss,lr\n1e8,1e9,1,0.1\n2e8,1e9,1,\n")
     with pytest.raises(
         UserError, match=re.escape("x.csv:2: has no batch_tokens (tokens per step), which this fit needs")
     ):
@@ -175,7 +183,7 @@ def test_what_a_fit_needs_is_asked_for(tmp_path):
         make_sample(read_table([path]).cells, Counting("head"))
     with pytest.raises(UserError, match=re.escape("has no attention_flops")):
         make_sample(read_table([path]).cells, Counting(attention=True))
-    big = write(tmp_path / "y.csv", "parameters,tokens,loss,embedding_parameters\n5,1,1,9\n6,1,1,1\n")
+    big = write(tmp_path / "y.csv", "parameters,tokens,loss,embedding_parameters\n5e7,1e9,1,9e7\n6e7,1e9,1,1e7\n")
     with pytest.raises(UserError, match="no parameters are left"):
         make_sample(read_table([big]).cells, Counting("head"))
     with pytest.raises(UserError, match="the runs have no curves"):
@@ -204,7 +212,18 @@ def test_the_best_of_each_size_and_budget():
     sample, notes = make_sample(average(records).cells, Counting())
     assert sample.tokens.tolist() == [2.01e9, 4e9, 2e9]
     assert sample.log_loss == pytest.approx([math.log(x) for x in (2.9, 2.8, 2.7)])
-    assert notes == ["4 points share 3 pairs of size and budget; the best of each is taken"]
+    assert len(notes) == 1
+    assert notes[0].startswith("4 points, 3 pairs of size and budget (within 2%): of those that differ in batch size")
+
+
+def test_runs_without_choices_are_all_kept():
+    """Nearly equal budgets, and nothing in the records that could be chosen."""
+    records = [Record("x", "m", 1e8, tokens, loss) for tokens, loss in ((2.00e9, 3.0), (2.01e9, 2.9), (2.02e9, 3.1))]
+    sample, notes = make_sample(average(records).cells, Counting())
+    assert sample.tokens.tolist() == [2.00e9, 2.01e9, 2.02e9]
+    assert notes == []
+    sample, _ = make_sample(average([*records, dataclasses.replace(records[0], loss=4.0, lr=0.1)]).cells, Counting())
+    assert len(sample) == 3
 
 
 def test_architectures_come_in_the_order_of_table_1():

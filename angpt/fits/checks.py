@@ -1,0 +1,135 @@
+"""Plausibility of the records of a fit: units, perplexities, and finite losses of runs that diverged.
+
+What cannot be right is an error, one line that says what to do; what is merely unusual is a note.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from angpt.errors import UserError
+from angpt.fits.powerlaw import Floats
+from angpt.fits.records import Record
+from angpt.present.words import plural, quantity
+
+FEWEST_PARAMETERS, FEWEST_TOKENS = 1e4, 1e3
+RATIO = 1e-3, 1e6
+"""Least and most tokens per parameter."""
+NATS = 8.0
+"""A quarter of the runs lies below this loss unless it is a perplexity: that of random guessing is log of the
+vocabulary, 10.8 for 50,000 tokens."""
+SMALL_BATCH, MANY_STEPS, MOST_STEPS = 4096, 3e5, 5e6
+HIGH_LR, HIGH_LR_OF_LARGE, LARGE_MODEL = 0.5, 0.1, 2e7
+"""Learning rates that half of the runs do not exceed, of small and of large models."""
+FAR = math.log(1.6)
+"""Excess of log loss over that of similar runs beyond which a run counts as diverged."""
+
+
+def check_units(records: Sequence[Record]) -> list[str]:
+    """Raise an error for units that cannot be right; return notes on unusual learning rates."""
+    _refuse(
+        records,
+        lambda r: r.parameters < FEWEST_PARAMETERS,
+        lambda r: f"parameters = {r.parameters:g} cannot be the count; write 125e6, not millions or billions",
+    )
+    _refuse(
+        records,
+        lambda r: r.tokens < FEWEST_TOKENS or r.tokens / r.parameters < RATIO[0],
+        lambda r: (
+            f"tokens = {r.tokens:g} cannot be the count for {quantity(r.parameters)} parameters; write 2.5e9, not "
+            "millions or billions"
+        ),
+    )
+    _refuse(
+        records,
+        lambda r: r.tokens / r.parameters > RATIO[1],
+        lambda r: (
+            f"parameters = {r.parameters:g} for {quantity(r.tokens)} tokens cannot be the counts of one run; write "
+            "125e6, not millions"
+        ),
+    )
+    _refuse(
+        records,
+        lambda r: _steps(r) > (MANY_STEPS if (r.batch_tokens or 0) < SMALL_BATCH else MOST_STEPS),
+        lambda r: (
+            f"batch_tokens = {r.batch_tokens:g} would make {_steps(r):,.0f} steps; write tokens per step, not sequences"
+        ),
+    )
+    losses = [r.loss for r in records if r.status == "finished"]
+    if losses and float(np.quantile(losses, 0.25)) > NATS:
+        raise UserError(
+            f"{records[0].source}: losses from {min(losses):.4g} to {max(losses):.4g} look like perplexities; write "
+            "their natural logarithms"
+        )
+    rates = sorted((r for r in records if r.lr is not None), key=lambda r: r.lr or 0.0)
+    if not rates:
+        return []
+    large = float(np.median([r.parameters for r in rates])) > LARGE_MODEL
+    if (rates[len(rates) // 2].lr or 0.0) <= (HIGH_LR_OF_LARGE if large else HIGH_LR):
+        return []
+    low, high = f"{rates[0].lr:g}", f"{rates[-1].lr:g} ({rates[-1].source})"
+    return [f"check: learning rates from {low} to {high} are unusually high; are they in per cent, or times 100?"]
+
+
+def _steps(record: Record) -> float:
+    return record.tokens / record.batch_tokens if record.batch_tokens else 0.0
+
+
+def _refuse(records: Sequence[Record], wrong: Callable[[Record], bool], message: Callable[[Record], str]) -> None:
+    """Raise an error that names the first wrong record, and says if units are mixed."""
+    found = [r for r in records if r.status != "unfinished" and wrong(r)]
+    if found:
+        mixed = "" if len(found) == len(records) else f" ({len(found):,} of {len(records):,} runs: units are mixed)"
+        raise UserError(f"{found[0].source}: {message(found[0])}{mixed}")
+
+
+def mark_diverged(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
+    """The records, with finite losses far above those of similar runs marked as diverged, and a note that names them.
+
+    Similar runs are those of the architecture: log loss is compared with a plane over log parameters and log tokens,
+    below which a quarter of the runs lie. A rate below the best one of its size and budget is too low, not diverged.
+    """
+    changed, named = list(records), []
+    for architecture in dict.fromkeys(r.architecture for r in records):
+        mine = [i for i, r in enumerate(records) if r.architecture == architecture and r.status == "finished"]
+        if len(mine) < 3:
+            continue
+        y = np.log([records[i].loss for i in mine])
+        expected = _lower_plane(np.log([(records[i].parameters, records[i].tokens) for i in mine]), y)
+        below = expected - y
+        limit = max(FAR, 3 * float(np.quantile(np.maximum(below, 0.0), 0.95)))
+        for place, i in enumerate(mine):
+            if -below[place] > limit and not _too_low(records[i], records):
+                named.append(f"{records[i].source} ({records[i].loss:.4g}, others {math.exp(expected[place]):.3g})")
+                changed[i] = replace(records[i], loss=math.nan, status="diverged")
+    if not named:
+        return changed, []
+    more = f" and {len(named) - 5:,} more" if len(named) > 5 else ""
+    subject = f"{plural(len(named), 'run')} with a loss far above those of similar runs"
+    return changed, [f"{subject} count as diverged: {', '.join(named[:5])}{more}"]
+
+
+def _lower_plane(x: Floats, y: Floats) -> Floats:
+    """The values of the quantile regression of y on x for a quarter, by iteratively reweighted least squares."""
+    design = np.column_stack([np.ones(len(y)), x - x.mean(axis=0)])
+    weight = np.ones(len(y))
+    for _ in range(50):
+        root = np.sqrt(weight)
+        fitted = design @ np.linalg.lstsq(design * root[:, None], y * root, rcond=1e-9)[0]
+        off = y - fitted
+        weight = np.where(off > 0, 0.25, 0.75) / np.maximum(np.abs(off), 1e-3)
+    return fitted
+
+
+def _too_low(record: Record, records: Sequence[Record]) -> bool:
+    """True if the best run of this size, budget and batch has a higher learning rate."""
+    if record.lr is None:
+        return False
+
+    def sweep(r: Record) -> tuple[object, ...]:
+        return r.architecture, r.parameters, r.batch_tokens, r.status
+
+    near = (r for r in records if sweep(r) == sweep(record) and abs(math.log(r.tokens / record.tokens)) < 0.05)
+    return (min(near, key=lambda r: r.loss).lr or 0.0) > record.lr
