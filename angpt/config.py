@@ -183,10 +183,6 @@ class OptimizerConfig:
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")
         decays = ("beta1", "beta2", "momentum")
         check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, *decays, prefix="optimizer.")
-        if self.name == "adam" and self.adam_lr is not None:
-            raise UserError(
-                "optimizer.adam_lr is Adam's rate beside Muon; with optimizer.name = 'adam' set optimizer.lr"
-            )
 
 
 Recipe = str
@@ -263,13 +259,14 @@ class TrainConfig:
         return self.model.architecture if name == "adam" else f"{self.model.architecture}:{name}"
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """The same settings with the architecture and the optimizer of a recipe."""
-        architecture, _, optimizer = recipe.partition(":")
-        if recipe.endswith(":") or optimizer == "adam":
-            raise UserError(f"{recipe!r}: write {architecture}, which Adam trains, or {architecture}:muon")
-        changed = from_dict(OptimizerConfig, {**vars(self.optimizer), "name": optimizer or "adam"}, "optimizer")
+        """The same settings with the architecture and the optimizer of a recipe; with Adam without `adam_lr`."""
+        architecture, colon, optimizer = recipe.partition(":")
+        if colon and (optimizer != "muon" or not architecture):
+            base = architecture or "angpt"
+            raise UserError(f"{recipe!r}: write {base}, which Adam trains, or {base}:muon")
         model = dataclasses.replace(self.model, architecture=architecture)
-        return dataclasses.replace(self, model=model, optimizer=changed)
+        rates = {"name": "muon"} if colon else {"name": "adam", "adam_lr": None}
+        return dataclasses.replace(self, model=model, optimizer=dataclasses.replace(self.optimizer, **rates))
 
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")

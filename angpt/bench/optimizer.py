@@ -11,6 +11,7 @@ from torch import nn
 from angpt.bench.measure import between, in_turns, median, ratio
 from angpt.config import ModelConfig, OptimizerConfig, Recipe, TrainConfig
 from angpt.constraints import constrain, is_matrix
+from angpt.errors import UserError
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
 from angpt.optim.muon import groups
@@ -28,7 +29,7 @@ class Result:
     size: str
     ours_ms: Interval
     torch_ms: Interval
-    """PyTorch: clip_grad_norm_, fused AdamW and torch.optim.Muon, the constraint as a hook; all in fp32."""
+    """PyTorch: clip_grad_norm_, fused AdamW and torch.optim.Muon, the constraint as a hook; parameters in fp32."""
     speedup: Interval
     floor_ms: float
     """Lower bound: bytes that the step must move over the measured bandwidth of a copy, and FLOPs over the measured
@@ -68,6 +69,8 @@ def floor_flops(model: Decoder, optimizer: OptimizerConfig) -> int:
 def torch_step(model: Decoder, optimizer: OptimizerConfig) -> Callable[[], None]:
     """A step with the optimizers of PyTorch."""
     hidden = set(model.hidden_matrices()) if optimizer.name == "muon" else set()
+    if hidden and not hasattr(torch.optim, "Muon"):
+        raise UserError(f"PyTorch {torch.__version__} has no Muon to compare with; leave out :muon")
     named = dict(model.named_parameters())
     others = [p for name, p in named.items() if name not in hidden]
     steps: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=LR, weight_decay=0.0, fused=True)]

@@ -179,6 +179,9 @@ def decode(
     if tokens < 2:
         raise UserError(f"--tokens {tokens}: at least 2 are needed, since the prefill gives the first")
     least = {"rounds": rounds, "prompt": prompt, "batches": min(batches, default=0), "steps": len(steps)}
+    for name in architectures:
+        if ":" in name:
+            raise UserError(f"--architectures {name}: decoding does not depend on the optimizer; leave out :muon")
     console, where, dtype = _start(device, precision, architectures, **least)
     reference = transformers and importlib.util.find_spec("transformers") is not None
     console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)

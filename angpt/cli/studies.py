@@ -29,8 +29,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
     start = starting_point(args, resumable=False)
     start = dataclasses.replace(without_rates(start, start), seed=TrainConfig.seed)
-    plain = dataclasses.replace(start.model, architecture=ModelConfig.architecture)
-    base = Comparison(train=dataclasses.replace(start, model=plain))
+    base = Comparison(train=start.with_recipe(ModelConfig.architecture))
 
     def compare(
         settings: Annotated[Comparison, tyro.conf.arg(name="")] = base,

@@ -41,12 +41,12 @@ def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
 
 
 def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
-    """The configuration with learning rate, warm-up and decay left open, unless they differ from those of `base`.
+    """The configuration with learning rates, warm-up and decay left open, unless they differ from those of `base`.
 
-    The config.toml of a run has values for them, which would be wrong for another architecture.
+    The config.toml of a run has values for them, which would be wrong for another architecture or optimizer.
     """
     ours, theirs = config.optimizer, base.optimizer
-    names = [n for n in ("lr", "warmup", "weight_decay") if getattr(ours, n) == getattr(theirs, n)]
+    names = [n for n in ("lr", "adam_lr", "warmup", "weight_decay") if getattr(ours, n) == getattr(theirs, n)]
     opened: dict[str, Any] = dict.fromkeys(names)
     return dataclasses.replace(config, optimizer=dataclasses.replace(ours, **opened))
 
@@ -82,7 +82,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             raise UserError("options --slurm.… need --slurm; give that as well")
         if resume is not None and out is not None:
             raise UserError("--resume continues in its own folder; leave out --out")
-        if resume is None and settings.model.architecture != base.model.architecture:
+        if resume is None and settings.recipe != base.recipe:
             settings = without_rates(settings, base)
         name = default_name(settings, preset or ("" if config else DEFAULT_PRESET))
         folder = resume or out or Path("runs") / name
@@ -101,7 +101,7 @@ def default_name(config: TrainConfig, base: str) -> str:
     m = config.model
     if base not in PRESETS or PRESETS[base]["model"].items() - dataclasses.asdict(m).items():
         base = f"d{m.d_model}-l{m.n_layers}"
-    return f"{m.architecture.replace('/', '-')}-{base}-s{config.seed}"
+    return f"{config.recipe.replace('/', '-').replace(':', '-')}-{base}-s{config.seed}"
 
 
 def queue(config: TrainConfig, folder: Path, cluster: SlurmConfig) -> None:

@@ -62,8 +62,9 @@ def _is_matrix_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.ndim == 2 and x.numel() > 0  # a rank may have no row of a small matrix
 
 
-def _adam_applies(states: Sequence[ParameterState], *_: object, **__: object) -> bool:
-    return all(_is_matrix_on_gpu(s.weight) and s.weight.dtype == torch.float32 for s in states)
+def _adam_applies(states: Sequence[ParameterState], gradients: Sequence[Tensor] = (), *_: object, **__: object) -> bool:
+    on_gpu = all(_is_matrix_on_gpu(s.weight) and s.weight.dtype == torch.float32 for s in states)
+    return on_gpu and all(map(_aligned, (*(t for s in states for t in (s.weight, s.exp_avg)), *gradients)))
 
 
 def _square_sum_applies(tensors: Sequence[Tensor]) -> bool:
@@ -73,11 +74,11 @@ def _square_sum_applies(tensors: Sequence[Tensor]) -> bool:
 def _momentum_applies(
     states: Sequence[ParameterState], gradients: Sequence[Tensor], updates: Sequence[Tensor], *_: object
 ) -> bool:
-    return _adam_applies(states) and all(_aligned(x) for x in (*gradients, *updates))
+    return _adam_applies(states, (*gradients, *updates))
 
 
 def _descend_applies(states: Sequence[ParameterState], updates: Sequence[Tensor], *_: object) -> bool:
-    return _adam_applies(states) and all(map(_aligned, updates))
+    return _adam_applies(states, updates)
 
 
 def _aligned(x: Tensor) -> bool:

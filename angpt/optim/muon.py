@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from angpt.constraints import TINY
 from angpt.operations import operation
 from angpt.optim.adam import finish_
 from angpt.optim.states import UNSHARDED, ParameterState, Shards, by_form
@@ -23,6 +22,8 @@ from angpt.optim.states import UNSHARDED, ParameterState, Shards, by_form
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the iteration X ← (a + b XXᵀ + c (XXᵀ)²) X, steep at 0. After five of them the singular values above 1/400
 of the Frobenius norm lie between 0.68 and 1.21, with a mean of about 0.85."""
+EPS = 1e-7
+"""Smallest norm that a matrix is divided by: the update of a matrix whose gradients stay zero fades."""
 SQUARE, OBLONG = (1, 1, 1, 1, 1), (1, 2, 2)
 """The five iterations, in groups in which XXᵀ and its polynomials are computed from each other, and X only at the end:
 less work where X is oblong. In bf16 groups of up to two are as accurate as single iterations; one of five diverges."""
@@ -79,7 +80,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0."""
     rows, columns = x.shape[-2:]
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=TINY)
+    lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=EPS)
     x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
     for iterations in groups(rows, columns):
         short = x if rows <= columns else x.mT

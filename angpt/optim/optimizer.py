@@ -110,11 +110,12 @@ class Optimizer:
         trial = copy.copy(self)
         trial.spread, trial.states, trial.shards = [], [], UNSHARDED
         for state in shapes.values():
-            weight, m = torch.zeros_like(state.weight), torch.zeros_like(state.weight)
-            second = None if state.exp_avg_sq is None else torch.zeros_like(state.weight)
-            low = None if state.copy is None else torch.zeros_like(state.copy)
-            maps = min(state.maps, 1)  # a shard is taken for a matrix
-            trial.states.append(ParameterState(weight, weight, low, m, second, state.decay, state.constraint, maps))
+            shape = state.parameter.shape if state.maps else state.weight.shape  # Muon works on whole matrices
+            weight, m, v = (state.weight.new_zeros(shape) for _ in range(3))
+            second = None if state.exp_avg_sq is None else v
+            low = None if state.copy is None else state.copy.new_zeros(shape)
+            rules = state.decay, state.constraint, state.maps
+            trial.states.append(ParameterState(weight, weight, low, m, second, *rules))
         if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
 

@@ -1,7 +1,7 @@
 """Muon for any network, as an optimizer of PyTorch."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,39 +13,36 @@ from angpt.optim.muon import muon_
 from angpt.optim.states import ParameterState, by_form
 
 
-@runtime_checkable
-class HasHiddenMatrices(Protocol):
-    """A module that declares its hidden matrices by name, each with the number of maps that are stacked in it."""
-
-    def hidden_matrices(self) -> Mapping[str, int]: ...
-
-
 def hidden_matrices(module: nn.Module) -> dict[str, int]:
     """The names of the matrices of hidden layers, each with the number of linear maps that are stacked in it.
 
-    Those that the module declares by a method of this name; if it has none, the weights of all linear layers and
-    attention layers except the last linear layer, which is taken for the head.
+    A part of the module that has a method of this name, such as the models of this package, declares its own. In the
+    rest, they are the weights of linear and attention layers except the last linear layer, which is taken for the head.
     """
-    if isinstance(module, HasHiddenMatrices):
-        return dict(module.hidden_matrices())
     found: dict[str, int] = {}
-    last: str | None = None
+    layers: dict[int, tuple[str, int]] = {}  # by identity: a tied weight has one name
+    declared: list[str] = []
+    head: int | None = None
     for prefix, part in module.named_modules():
+        if any(outer in ("", prefix) or prefix.startswith(f"{outer}.") for outer in declared):
+            continue
+        if hasattr(type(part), "hidden_matrices"):  # of the class: wrappers pass attributes on
+            declared.append(prefix)
+            found |= {f"{prefix}.{name}" if prefix else name: n for name, n in part.hidden_matrices().items()}
+            continue
         for name, p in part.named_parameters(prefix, recurse=False):
-            if name.endswith("in_proj_weight") and isinstance(part, nn.MultiheadAttention):
-                found[name] = 3
-            elif isinstance(part, nn.Linear | nn.MultiheadAttention) and is_matrix(p):
-                found[name] = 1
-                last = name if isinstance(part, nn.Linear) else last
-    if last is not None:
-        del found[last]
-    return found
+            if isinstance(part, nn.Linear | nn.MultiheadAttention) and is_matrix(p):
+                layers.setdefault(id(p), (name, 3 if name.endswith("in_proj_weight") else 1))
+                head = id(p) if isinstance(part, nn.Linear) else head
+    if head is not None and not declared:
+        del layers[head]
+    return found | dict(layers.values())
 
 
 class Muon(torch.optim.Optimizer):
     """Muon on the matrices of hidden layers, Adam on all other parameters: `Muon(model)`.
 
-    `angpt.constrain(optimizer, model)` adds the bound on weight rows. Schedulers scale both learning rates.
+    `angpt.constrain(optimizer, model)` adds the bound on weight rows. Schedulers that multiply scale both rates.
     """
 
     def __init__(
@@ -78,12 +75,19 @@ class Muon(torch.optim.Optimizer):
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         chosen = hidden_matrices(module) if hidden is None else dict(hidden)
         if hidden is None:
-            chosen = {name: maps for name, maps in chosen.items() if name in named}
+            frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if name not in named}
+            chosen = {name: maps for name, maps in chosen.items() if name not in frozen}
+        if not chosen:
+            raise UserError(f"the {type(module).__name__} has no hidden matrix for Muon; name them with hidden=…")
         for name, maps in chosen.items():
             if name not in named:
                 raise UserError(f"hidden: {name!r} is not a trainable parameter of the {type(module).__name__}")
-            if not is_matrix(named[name]) or maps < 1 or len(named[name]) % maps:
-                raise UserError(f"hidden: {name!r} of shape {tuple(named[name].shape)} is no stack of {maps} matrices")
+            shape = tuple(named[name].shape)
+            if not is_matrix(named[name]) or not isinstance(maps, int) or maps < 1 or shape[0] % maps:
+                raise UserError(f"hidden: {name!r} of shape {shape} is not a stack of {maps} matrices")
+        fractions = (momentum, *betas)
+        if min(lr, adam_lr, eps, weight_decay) < 0 or not all(0 <= x < 1 for x in fractions):
+            raise UserError("rates, eps and weight_decay must not be negative; momentum and betas must be in [0, 1)")
         groups: list[dict[str, Any]] = [
             {"params": [named[n] for n, m in chosen.items() if m == maps], "lr": lr, "maps": maps}
             for maps in sorted(set(chosen.values()))
@@ -96,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             if members:
                 groups.append({"params": members, "lr": adam_lr, "maps": 0, "weight_decay": decay})
         defaults = {"momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay, "dtype": dtype}
-        super().__init__(groups, defaults)
+        super().__init__(groups, defaults | {"lr": adam_lr, "maps": 0})  # added groups are for Adam
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -110,12 +114,13 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            by_step: dict[int, list[tuple[ParameterState, Tensor]]] = {}
+            alike: dict[tuple[Any, ...], list[tuple[ParameterState, Tensor]]] = {}
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is not None and p.numel():
                     state = self._state(p, group)
-                    by_step.setdefault(self.state[p]["step"], []).append((state, p.grad.contiguous()))
-            for number, pairs in by_step.items():
+                    number = 0 if group["maps"] else self.state[p]["step"]  # Muon does not need it
+                    alike.setdefault((p.device, p.dtype, number), []).append((state, p.grad.contiguous()))
+            for (_, _, number), pairs in alike.items():
                 self._update(group, number, [s for s, _ in pairs], [g for _, g in pairs])
         return loss
 
@@ -124,6 +129,8 @@ class Muon(torch.optim.Optimizer):
         if not state:
             if hasattr(p, "to_local"):
                 raise UserError("Muon needs whole matrices, but a parameter is sharded (DTensor); use DDP")
+            if p.grad is not None and p.grad.is_sparse:
+                raise UserError(f"Muon: a parameter of shape {tuple(p.shape)} has a sparse gradient; use dense ones")
             state |= {"step": 0, "exp_avg": torch.zeros_like(p)} | (
                 {} if group["maps"] else {"exp_avg_sq": torch.zeros_like(p)}
             )

@@ -69,13 +69,13 @@ def seconds_left(runs: Sequence[Progress]) -> float | None:
     rates: dict[object, list[float]] = {}
     for run in runs:
         if run.flops_per_s:
-            rates.setdefault(run.job.config.model, []).append(run.flops_per_s)
+            rates.setdefault((run.job.config.recipe, run.job.config.model), []).append(run.flops_per_s)
     if not rates:
         return None
     every = [rate for group in rates.values() for rate in group]
     total = 0.0
     for run in runs:
-        own = rates.get(run.job.config.model, every)
+        own = rates.get((run.job.config.recipe, run.job.config.model), every)
         total += run.left * len(own) / sum(own)
     return total
 

@@ -170,6 +170,10 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Resolve the settings that are open, for a run on a number of processes."""
     device, (parameters, _), context = choose_device(cfg.device), count(cfg.model), cfg.model.context
+    if cfg.optimizer.name == "adam" and cfg.optimizer.adam_lr is not None:
+        raise UserError(
+            "optimizer.adam_lr is Adam's rate beside Muon; without optimizer.name = 'muon', set optimizer.lr"
+        )
     rule, budget = rule_for(cfg.recipe), parse_budget(cfg.tokens, parameters)
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, budget, context)
     if batch_tokens % context:

@@ -39,7 +39,7 @@ class TerminalReporter(Reporter):
 
     def start(self, plan: Plan, step: int) -> None:
         self.progress.start()
-        name = plan.config.model.architecture
+        name = plan.config.recipe
         self.task = self.progress.add_task(name, total=plan.steps, completed=step, figures="starting")
 
     def train(self, step: int, loss: float, tokens_per_s: float) -> None:
@@ -68,7 +68,7 @@ class PlainReporter(Reporter):
         self.steps = plan.steps
         c = plan.config
         self._print(
-            f"{c.model.architecture}: {plan.parameters / 1e6:.2f}M parameters, steps {step:,} to {plan.steps:,} of "
+            f"{c.recipe}: {plan.parameters / 1e6:.2f}M parameters, steps {step:,} to {plan.steps:,} of "
             f"{c.batch_tokens:,} tokens, lr {c.optimizer.lr:g}, {c.precision} on {c.device}"
         )
 

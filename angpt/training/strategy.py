@@ -221,7 +221,8 @@ class DDP(Distributed):
 
     def return_shares(self, share: Tensor) -> Tensor:
         batch = share.new_empty((self.size * len(share), *share.shape[1:]))
-        dist.all_gather_into_tensor(batch, share)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new name since PyTorch 2.13
+        gather(batch, share)
         return batch
 
 

@@ -87,7 +87,7 @@ class Trainer:
         """Entries of a checkpoint's state that stay the same in a run."""
         data = self.train_data
         fingerprints = {"data_fingerprint": data.fingerprint, "tokenizer_fingerprint": data.tokenizer_fingerprint}
-        return {"architecture": self.config.model.architecture, **fingerprints}
+        return {"architecture": self.config.recipe, **fingerprints}
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's shards of the parameters and moments, and the state of the random number generator."""

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import angpt
-from angpt.config import OptimizerConfig
+from angpt.cli.main import main
+from angpt.config import OptimizerConfig, TrainConfig, to_toml
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.optim import muon
@@ -22,7 +23,9 @@ from angpt.optim.muon import (
 )
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.standalone import hidden_matrices
+from angpt.present.words import label
 from angpt.training.engine import Engine
+from angpt.training.plan import make_plan
 from tests.optim.test_adam import batches, tiny
 
 MUON = OptimizerConfig(name="muon", weight_decay=0.0)
@@ -52,6 +55,22 @@ def test_singular_values_end_near_1():
     for s in (torch.linalg.svdvals(orthogonalize(x)), polynomial(torch.linspace(1 / 400, 1, 10_000))):
         assert s.min() > 0.68
         assert s.max() < 1.21
+
+
+def test_a_matrix_without_gradients_comes_to_rest():
+    """Its momentum decays to nothing; an update of constant length would be made of rounding errors, or NaN."""
+    w = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+    optimizer = angpt.Muon(nn.ParameterDict({"w": w}), hidden={"w": 1})
+    w.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(800):
+        optimizer.step()
+        w.grad = torch.zeros(8, 8)
+    rest = w.detach().clone()
+    for _ in range(1200):
+        optimizer.step()
+    assert w.isfinite().all()
+    torch.testing.assert_close(w.detach(), rest, rtol=0, atol=1e-4)
+    assert torch.equal(orthogonalize(torch.zeros(1, 3, 5, dtype=torch.float16)), torch.zeros(1, 3, 5).half())
 
 
 def test_a_zero_matrix_stays_zero():
@@ -182,6 +201,32 @@ def test_hidden_matrices_of_any_network():
         "layer.linear2.weight": 1,
     }
     assert hidden_matrices(nn.Linear(3, 4)) == {}
+    with pytest.raises(UserError, match="the Linear has no hidden matrix"):
+        angpt.Muon(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.Sequential(model)], ids=["compiled", "inside"])
+def test_a_wrapped_model_keeps_its_declaration(wrap):
+    model = tiny("angpt")
+    groups = angpt.Muon(wrap(model)).param_groups
+    assert {group["maps"]: len(group["params"]) for group in groups if group["maps"]} == {1: 4, 2: 2, 3: 2}
+
+
+def test_a_head_that_is_tied_to_a_layer_is_not_hidden():
+    first, middle, head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    head.weight = first.weight
+    assert hidden_matrices(nn.Sequential(first, middle, head)) == {"1.weight": 1}
+
+
+def test_groups_can_be_added_and_empty_matrices_are_skipped():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = angpt.Muon(model)
+    more = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [more]})
+    for p in (*model.parameters(), more):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not torch.equal(more, torch.ones(3))
 
 
 def train(model, optimizer, steps=30):
@@ -230,8 +275,8 @@ def test_a_scheduler_and_a_closure_work():
     ("hidden", "words"),
     [
         ({"nope": 1}, "'nope' is not a trainable parameter"),
-        ({"head.bias": 1}, "no stack of 1"),
-        ({"head.weight": 2}, "no stack of 2"),
+        ({"head.bias": 1}, "is not a stack of 1"),
+        ({"head.weight": 2}, "is not a stack of 2"),
     ],
 )
 def test_wrong_names_are_refused(hidden, words):
@@ -241,4 +286,30 @@ def test_wrong_names_are_refused(hidden, words):
 
 def test_a_rate_of_adam_beside_adam_is_refused():
     with pytest.raises(UserError, match="adam_lr is Adam's rate beside Muon"):
-        OptimizerConfig(adam_lr=0.1)
+        make_plan(TrainConfig(optimizer=OptimizerConfig(adam_lr=0.1)))
+
+
+def test_recipes():
+    config = TrainConfig(optimizer=OptimizerConfig(name="muon", adam_lr=0.1)).with_recipe("angpt/no-lerp:muon")
+    assert (config.recipe, config.model.architecture) == ("angpt/no-lerp:muon", "angpt/no-lerp")
+    assert config.optimizer.adam_lr == 0.1
+    assert config.with_recipe("gpt+").optimizer == OptimizerConfig()  # no rate of Adam beside Muon
+    for wrong in ("angpt:", "angpt:adam", "angpt:sgd", "angpt:muon:muon", ":muon"):
+        with pytest.raises(UserError, match="write angpt, which Adam trains, or angpt:muon"):
+            TrainConfig().with_recipe(wrong)
+    assert label("angpt/no-lerp:muon") == "anGPT no-lerp with Muon"
+
+
+def test_another_optimizer_opens_the_rates(tmp_path, monkeypatch):
+    """The config.toml of a run with Adam has a rate that would be wrong for Muon, and the other way round."""
+    seen = []
+    monkeypatch.setattr("angpt.cli.train.run_here", lambda config, folder, resumed: seen.append((config, folder)))
+    for name, other in (("adam", "muon"), ("muon", "adam")):
+        file = tmp_path / f"{name}.toml"
+        config = TrainConfig(optimizer=OptimizerConfig(name=name), device="cpu", tokens="1M")
+        file.write_text(to_toml(make_plan(config).config))
+        main(["train", "--config", str(file), "--optimizer.name", other])
+    for config, folder in seen:
+        assert config.optimizer.lr is None
+        assert config.optimizer.adam_lr is None
+        assert folder.name.startswith(config.recipe.replace(":", "-"))
