@@ -23,10 +23,10 @@ def write(path, text):
     return path
 
 
-def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, **model):
+def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, optimizer="adam", **model):
     config = TrainConfig(
         model=dataclasses.replace(MODEL, **model),
-        optimizer=OptimizerConfig(lr=lr),
+        optimizer=OptimizerConfig(name=optimizer, lr=lr),
         tokens="6400",
         batch_tokens=640,
         seed=seed,
@@ -67,6 +67,13 @@ def test_run_folders(tmp_path):
     assert [(r.lr, r.tokens) for r in table.diverged] == [(0.1, 6400)]  # the budget that it was meant for
     assert table.notes[0].startswith("1 of 5 runs diverged")
     assert "2 of 5 runs have not finished and are left out" in table.notes
+
+
+def test_optimizers_are_told_apart(tmp_path):
+    """Their learning rates have nothing in common."""
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", optimizer="muon")
+    assert read_table([tmp_path]).architectures() == ["angpt", "angpt:muon"]
 
 
 def test_compute_of_a_run_is_that_of_the_model(tmp_path):
