@@ -31,6 +31,7 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
     if not having:
         return Absent(title, f"{fit.architectures[0].isoflop}.")
     most = max(len(iso.levels) for _, iso in having)
+    triangles = "; triangles are the minima of Akima's interpolant, which is not drawn"
 
     def levels(ax: Axes, f: ArchitectureFit, iso: IsoFlop) -> None:
         akima = {lev.compute: lev for lev in f.akima.levels} if isinstance(f.akima, IsoFlop) else {}
@@ -42,8 +43,9 @@ def isoflop_curves(fit: ScalingFit) -> Chart | Absent:
         name="isoflop",
         title=title,
         caption="Loss over model size at equal compute. Points are runs; lines are the parabolas in logarithms, drawn "
-        "over the sizes that they were fitted to, and diamonds their vertices; triangles are the minima of Akima's "
-        "interpolant, which is not drawn. Pale levels have their best run at the smallest or largest size, and no "
+        "over the sizes that they were fitted to, and diamonds their vertices"
+        + (triangles if any(isinstance(f.akima, IsoFlop) for f, _ in having) else "")
+        + ". Pale levels have their best run at the smallest or largest size, and no "
         + ("optimum. " if most <= LEVELS else f"optimum. Shown are {LEVELS} of up to {most} levels, evenly spaced. ")
         + f"{fit.counting}.",
         alt="Loss against model size, a parabola for each level of compute: "
