@@ -2,7 +2,8 @@
 
 The update of a matrix W with momentum M is the orthogonal factor of M, as torch.optim.Muon computes it (Jordan et al.
 2024), times √max(1, rows / columns): each row of the update then has about length 1, so that for a matrix with rows of
-length 1 the learning rate is the angle by which a row turns per step.
+length 1 the learning rate is the angle by which a row turns per step. Where the columns are what has length 1, as in
+two matrices of nGPT, it is √max(1, columns / rows), and the learning rate is the angle of a column.
 
 It differs from torch.optim.Muon in what surrounds the formula: matrices of one shape are orthogonalized in one batch,
 maps that are stacked in one matrix (q, k, v) one by one, the symmetric products of an iteration are computed once, and
@@ -43,10 +44,10 @@ def muon_(
 
     `dtype` is the precision of the Newton–Schulz iterations. Weight decay is decoupled.
     """
-    shapes: dict[tuple[torch.Size, int], list[tuple[ParameterState, Tensor]]] = {}
+    shapes: dict[tuple[torch.Size, int, bool], list[tuple[ParameterState, Tensor]]] = {}
     for state, gradient in zip(states, gradients, strict=True):
-        shapes.setdefault((state.parameter.shape, state.maps), []).append((state, gradient))
-    for ((rows, columns), maps), chosen in shapes.items():
+        shapes.setdefault((state.parameter.shape, state.maps, state.by_columns), []).append((state, gradient))
+    for ((rows, columns), maps, by_columns), chosen in shapes.items():
         ours, theirs = [state for state, _ in chosen], [gradient for _, gradient in chosen]
         padded = math.ceil(len(ours) / shards.workers) * shards.workers
         batch = ours[0].weight.new_empty((padded, shards.rows_each(rows), columns), dtype=dtype)
@@ -58,7 +59,7 @@ def muon_(
         share = orthogonalize(share.reshape(-1, rows // maps, columns)).view_as(share)
         batch = shards.return_shares(share)
         for some, updates in by_form(descend_, ours, _rows(batch, ours)):
-            descend_(some, updates, lr, row_scale(rows // maps, columns))
+            descend_(some, updates, lr, row_scale(*((columns, rows) if by_columns else (rows // maps, columns))))
 
 
 def _rows(batch: Tensor, states: Sequence[ParameterState]) -> list[Tensor]:

@@ -37,16 +37,16 @@ class Optimizer:
         with torch.no_grad():
             for name, p in parameters.items():
                 weight, constraint, maps = shards.local(p), constraints.get(name), hidden.get(name, 0)
-                if constraint is not None and constraint.dim == 0 and weight is not p:
+                by_columns = constraint is not None and constraint.dim == 0
+                if constraint is not None and by_columns and weight is not p:
                     self.spread.append((weight, constraint))
                     constraint = None
                 elif constraint is not None:
                     project_(weight, constraint)
                 decay = (config.weight_decay or 0.0) if is_matrix(p) else 0.0
                 second = None if maps else torch.zeros_like(weight)
-                self.states.append(
-                    ParameterState(p, weight, copies.get(p), torch.zeros_like(weight), second, decay, constraint, maps)
-                )
+                rules = decay, constraint, maps, by_columns
+                self.states.append(ParameterState(p, weight, copies.get(p), torch.zeros_like(weight), second, *rules))
             self.project_spread()
         self.refresh()
 
@@ -114,7 +114,7 @@ class Optimizer:
             weight, m, v = (state.weight.new_zeros(shape) for _ in range(3))
             second = None if state.exp_avg_sq is None else v
             low = None if state.copy is None else state.copy.new_zeros(shape)
-            rules = state.decay, state.constraint, state.maps
+            rules = state.decay, state.constraint, state.maps, state.by_columns
             trial.states.append(ParameterState(weight, weight, low, m, second, *rules))
         if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)

@@ -6,7 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from angpt.constraints import is_matrix
+from angpt.constraints import constraints_of, is_matrix
 from angpt.errors import UserError
 from angpt.optim.adam import adam_
 from angpt.optim.muon import muon_
@@ -88,9 +88,13 @@ class Muon(torch.optim.Optimizer):
         fractions = (momentum, *betas)
         if min(lr, adam_lr, eps, weight_decay) < 0 or not all(0 <= x < 1 for x in fractions):
             raise UserError("rates, eps and weight_decay must not be negative; momentum and betas must be in [0, 1)")
+        columns = {name for name, constraint in constraints_of(module).items() if constraint.dim == 0}
+        kinds: dict[tuple[int, bool], list[Tensor]] = {}
+        for name, maps in chosen.items():
+            kinds.setdefault((maps, name in columns), []).append(named[name])
         groups: list[dict[str, Any]] = [
-            {"params": [named[n] for n, m in chosen.items() if m == maps], "lr": lr, "maps": maps}
-            for maps in sorted(set(chosen.values()))
+            {"params": members, "lr": lr, "maps": maps, "by_columns": by_columns}
+            for (maps, by_columns), members in kinds.items()
         ]
         others = [p for name, p in named.items() if name not in chosen]
         for members, decay in (
@@ -100,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             if members:
                 groups.append({"params": members, "lr": adam_lr, "maps": 0, "weight_decay": decay})
         defaults = {"momentum": momentum, "betas": betas, "eps": eps, "weight_decay": weight_decay, "dtype": dtype}
-        super().__init__(groups, defaults | {"lr": adam_lr, "maps": 0})  # added groups are for Adam
+        super().__init__(groups, defaults | {"lr": adam_lr, "maps": 0, "by_columns": False})  # added ones: for Adam
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -136,7 +140,7 @@ class Muon(torch.optim.Optimizer):
             )
         state["step"] += 1
         moments = state["exp_avg"], state.get("exp_avg_sq")
-        return ParameterState(p, p, None, *moments, group["weight_decay"], None, group["maps"])
+        return ParameterState(p, p, None, *moments, group["weight_decay"], None, group["maps"], group["by_columns"])
 
     def _update(
         self, group: dict[str, Any], number: int, states: list[ParameterState], gradients: list[Tensor]

@@ -30,6 +30,8 @@ class ParameterState:
     """Constraint on vectors that lie in `weight` as a whole."""
     maps: int = 0
     """Number of linear maps, stacked row-wise, that Muon orthogonalizes one by one; 0 for Adam."""
+    by_columns: bool = False
+    """True if the constrained vectors are columns, also where they are split over processes."""
 
     @property
     def sharded(self) -> bool:

@@ -107,6 +107,22 @@ def test_rows_of_an_update_have_about_length_1(rows, columns):
     assert lengths.mean().item() == pytest.approx(0.85, abs=0.05)  # the mean of the singular values
 
 
+def test_the_learning_rate_is_the_angle_of_a_constrained_vector():
+    """Also of the columns of W_d and W_p of nGPT: singular values of the update are 0.85 in the mean."""
+    for architecture in ("ngpt", "angpt"):
+        model = tiny(architecture)
+        optimizer = angpt.Muon(model, lr=0.01)
+        angpt.constrain(optimizer, model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model(*next(batches(1))).backward()
+        optimizer.step()
+        constraints = model.constraints()
+        for name, maps in model.hidden_matrices().items():
+            old, new, dim = before[name], dict(model.named_parameters())[name], constraints[name].dim
+            cosine = (old * new).sum(dim) / (old.norm(dim=dim) * new.norm(dim=dim))
+            assert cosine.clamp(max=1.0).acos().mean().item() == pytest.approx(0.0085, rel=0.15), (name, maps)
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
 def test_a_single_matrix_is_updated_as_by_torch(shape):
