@@ -1,10 +1,11 @@
-"""Relatives of Muon on equal terms: a 32M anGPT, every change alone, several seeds, in one process.
+"""Relatives of Muon on equal terms: a 32M model, every change alone, several seeds, in one process.
 
     python experiments/muon_relatives.py runs/relatives --data data/tuning --tokens 40M --seeds 0 1 2 --seconds 590
 
 Losses are those on the tuning split. The same command skips what has ended. The table at the end compares each relative
 with Muon as it is, seed by seed: one is kept only if the mean difference is below zero by two standard errors. With
-three seeds that alone is weak (p = 0.09, and there are sixteen): what wins is repeated with fresh seeds."""
+three seeds that alone is weak (p = 0.09, and there are many): what wins is repeated with fresh seeds. A relative that
+is worse than Muon by more than `--drop` with the first seed is not repeated."""
 
 import argparse
 import dataclasses
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from angpt.config import TrainConfig, from_dict
+from angpt.models.variants import build
 from angpt.operations import Operation
 from angpt.optim import muon
 from angpt.optim.optimizer import Optimizer
@@ -126,6 +128,8 @@ def rate_of(pattern: str, factor: float) -> None:
 NAMES: list[str] = []
 RELATIVES: dict[str, tuple[Callable[[], None] | None, Changes]] = {
     "muon": (None, {}),
+    "rate 0.02": (None, {"lr": 0.02}),
+    "rate 0.08": (None, {"lr": 0.08}),
     "unit rows": (unit_rows, {}),
     "per-row second moments": (second_moments, {}),
     "Frobenius sphere": (sphere, {}),
@@ -147,7 +151,8 @@ RELATIVES: dict[str, tuple[Callable[[], None] | None, Changes]] = {
 
 def configuration(args: argparse.Namespace, changes: Changes, seed: int) -> TrainConfig:
     scale, optimizer = changes.get("stored_scale"), {k: v for k, v in changes.items() if k != "stored_scale"}
-    model = {"d_model": args.width, "n_layers": 6, "n_heads": 4, **({"stored_scale": scale} if scale else {})}
+    model = {"architecture": args.architecture, "d_model": args.width, "n_layers": 6, "n_heads": 4}
+    model |= {"stored_scale": scale} if scale else {}
     values = {
         "model": model,
         "data": {"path": args.data, "tuning_split": 0.01},
@@ -167,8 +172,10 @@ def run_all(args: argparse.Namespace) -> None:
     wall = 30.0
     for seed in args.seeds:
         for name, (install, changes) in RELATIVES.items():
-            folder = args.runs / f"{name.replace(' ', '-').replace('/', '.')}-s{seed}"
-            if (folder / "summary.json").exists() or (args.only and name not in args.only):
+            folder = folder_of(args, name, seed)
+            if (folder / "summary.json").exists() or name not in chosen(args):
+                continue
+            if seed != args.seeds[0] and first_difference(args, name) > args.drop:
                 continue
             begin = time.monotonic()
             if begin - START + 1.05 * wall > args.seconds:
@@ -185,6 +192,19 @@ def run_all(args: argparse.Namespace) -> None:
             print(f"{begin - START:5.0f} s + {wall:.1f} s {folder.name} {loss(folder)}", flush=True)
 
 
+def chosen(args: argparse.Namespace) -> Sequence[str]:
+    return args.only or list(RELATIVES)
+
+
+def folder_of(args: argparse.Namespace, name: str, seed: int) -> Path:
+    base: Path = args.runs
+    return base / f"{args.architecture}-{name.replace(' ', '-').replace('/', '.')}-s{seed}"
+
+
+def first_difference(args: argparse.Namespace, name: str) -> float:
+    return loss(folder_of(args, name, args.seeds[0])) - loss(folder_of(args, "muon", args.seeds[0]))
+
+
 def loss(folder: Path) -> float:
     if not (folder / "summary.json").exists():
         return math.nan
@@ -195,10 +215,7 @@ def loss(folder: Path) -> float:
 def table(args: argparse.Namespace) -> str:
     lines = ["| | seeds | loss | difference | standard error | verdict |", "|---|---|---|---|---|---|"]
     for name in RELATIVES:
-        folders = [
-            (args.runs / f"{n.replace(' ', '-').replace('/', '.')}-s{s}" for n in (name, "muon")) for s in args.seeds
-        ]
-        pairs = [(loss(a), loss(b)) for a, b in folders]
+        pairs = [(loss(folder_of(args, name, s)), loss(folder_of(args, "muon", s))) for s in args.seeds]
         pairs = [(a, b) for a, b in pairs if not math.isnan(a) and not math.isnan(b)]
         if not pairs:
             continue
@@ -208,11 +225,13 @@ def table(args: argparse.Namespace) -> str:
         differences = [a - b for a, b in pairs]
         mean = statistics.fmean(differences)
         error = statistics.stdev(differences) / len(pairs) ** 0.5 if len(pairs) > 1 else math.inf
-        verdict = (
-            "" if name == "muon" else "wins" if mean < -2 * error else "loses" if mean > 2 * error else "not told apart"
-        )
-        mine = statistics.fmean(a for a, _ in pairs)
-        lines.append(f"| {name} | {len(pairs)} | {mine:.4f} | {mean:+.4f} | {error:.4f} | {verdict} |")
+        verdict = "wins" if mean < -2 * error else "loses" if mean > 2 * error else "not told apart"
+        if name == "muon":
+            verdict = ""
+        elif len(pairs) == 1:
+            verdict = "worse by more than the limit" if mean > args.drop else "one seed only"
+        mine, width = statistics.fmean(a for a, _ in pairs), f"{error:.4f}" if len(pairs) > 1 else "–"
+        lines.append(f"| {name} | {len(pairs)} | {mine:.4f} | {mean:+.4f} | {width} | {verdict} |")
     return "\n".join(lines)
 
 
@@ -220,6 +239,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--data", help="folder of tokens; without it nothing is trained")
+    parser.add_argument("--architecture", default="angpt", choices=("gpt+", "ngpt", "angpt"))
+    parser.add_argument("--drop", type=float, default=0.01)
     parser.add_argument("--tokens", default="40M")
     parser.add_argument("--batch", type=int, default=65536)
     parser.add_argument("--width", type=int, default=256)
@@ -227,11 +248,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--only", nargs="*", choices=tuple(RELATIVES))
     args = parser.parse_args()
-    from angpt.models.variants import build
-
-    with torch.device("meta"):
-        NAMES.extend(dict(build(configuration(args, {}, 0).model).named_parameters()))
     if args.data:
+        with torch.device("meta"):
+            NAMES.extend(dict(build(configuration(args, {}, 0).model).named_parameters()))
         run_all(args)
     print(table(args))
 
