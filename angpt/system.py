@@ -1,13 +1,19 @@
-"""Operating system: atomic writes of files and folders, checksums, available cores."""
+"""Operating system: atomic writes of files and folders, locks, checksums, available cores."""
 
+import fcntl
 import hashlib
 import os
+import platform
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from angpt.errors import UserError
+
+LOCK = ".lock"
+"""File in a folder that the process that writes to the folder holds locked."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -41,6 +47,33 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of the file `path` in a `with` block; the kernel releases it however the process ends.
+
+    If another process holds it, raise an error: the folder, `busy`, and that process.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(handle, "r+", encoding="utf-8") as file:
+        if not try_lock(handle, fcntl.LOCK_EX):
+            time.sleep(0.1)  # a process that asks whether it is locked holds it for a moment
+            if not try_lock(handle, fcntl.LOCK_EX):
+                raise UserError(f"{path.parent}: {busy} ({file.read().strip() or 'it has not said which'})")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
+def try_lock(handle: int, kind: int) -> bool:
+    """Try to lock an open file until it is closed; True if that succeeded."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def sync(path: Path) -> None:

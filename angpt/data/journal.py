@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from angpt.config import from_dict
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
+from angpt.system import LOCK, locked, write_atomically
 
 # Not .jsonl: if the folder is inside a source, that would be read as text.
 JOURNAL = "journal.log"
@@ -29,19 +31,16 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, recipe: Recipe) -> "Journal":
-        """Continue an interrupted run with the same recipe, or start one in a new or empty folder."""
+        """Continue an interrupted run with the same recipe, or start one."""
         path = folder / JOURNAL
         lines = _complete_lines(path)
         journal = cls(path, {split: [] for split in SPLITS})
         if not lines:
-            if folder.is_file() or (folder.exists() and any(file != path for file in folder.iterdir())):
-                raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
-            folder.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             journal._append(dataclasses.asdict(recipe))
             return journal
         check_recipe(folder, from_dict(Recipe, json.loads(lines[0])), recipe)
-        path.write_text("".join(lines), encoding="utf-8")  # drops an incomplete last line
+        write_atomically(path, "".join(lines))  # drops an incomplete last line
         for line in map(json.loads, lines[1:]):
             journal.shards[line["split"]].append(from_dict(Shard, line["shard"]))
         return journal
@@ -55,6 +54,15 @@ class Journal:
             file.write(json.dumps(value) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def lock(folder: Path) -> AbstractContextManager[None]:
+    """The lock of a folder, held in a `with` block; the folder is made, or must be empty or an unfinished one."""
+    ours = (folder / INDEX).exists() or _complete_lines(folder / JOURNAL)
+    if folder.exists() and not ours and (folder.is_file() or {p.name for p in folder.iterdir()} - {JOURNAL, LOCK}):
+        raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    return locked(folder / LOCK, "another process prepares this folder")
 
 
 def complete_index(folder: Path, recipe: Recipe) -> Index | None:

@@ -21,7 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from angpt.config import PrepareConfig
-from angpt.data.journal import Journal, complete_index
+from angpt.data.journal import Journal, complete_index, lock
 from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, check_size
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
@@ -70,20 +70,23 @@ def prepare(
     if (index := complete_index(out, recipe)) is not None:
         console.print(f"{out} is complete already", soft_wrap=True)
         return index
-    journal = Journal.begin(out, recipe)
-    write_atomically(out / TOKENIZER, tokenizer.to_str())
-    write_shards(documents, tokenizer, journal, shard_bytes, config.workers or available_cores(), console)
-    index = Index(
-        format=FORMAT,
-        dtype=dtype_name(tokenizer),
-        eot=end_of_text_id(tokenizer),
-        vocab_size=vocab_size(tokenizer),
-        recipe=recipe,
-        train=Split.of(journal.shards["train"]),
-        val=Split.of(journal.shards["val"]),
-    )
-    index.write(out)
-    journal.path.unlink()
+    with lock(out):
+        if (index := complete_index(out, recipe)) is not None:  # by a process that has just ended
+            return index
+        journal = Journal.begin(out, recipe)
+        write_atomically(out / TOKENIZER, tokenizer.to_str())
+        write_shards(documents, tokenizer, journal, shard_bytes, config.workers or available_cores(), console)
+        index = Index(
+            format=FORMAT,
+            dtype=dtype_name(tokenizer),
+            eot=end_of_text_id(tokenizer),
+            vocab_size=vocab_size(tokenizer),
+            recipe=recipe,
+            train=Split.of(journal.shards["train"]),
+            val=Split.of(journal.shards["val"]),
+        )
+        index.write(out)
+        journal.path.unlink()
     return index
 
 

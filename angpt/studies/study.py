@@ -9,12 +9,11 @@ result.json   what came out, brought up to date when a run ends or it is read; r
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from angpt.studies.jobs import MADE_BY, Job, changed_settings, check_new, ended,
 from angpt.studies.outcome import markdown
 from angpt.studies.search import Loss, Optimum, grow, optimum
 from angpt.studies.summarise import Chosen, choose, run_result, summarise
-from angpt.system import write_atomically
+from angpt.system import LOCK, locked, write_atomically
 from angpt.training.launch import check
 from angpt.training.plan import make_plan
 from angpt.version import __version__
@@ -282,12 +281,6 @@ class Study:
         for job in self.failed():
             job.failure.unlink()
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """One process at a time executes a study."""
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.folder}: another process executes this study") from error
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """The lock of the folder, held in a `with` block: one process at a time executes a study."""
+        return locked(self.folder / LOCK, "another process executes this study")

@@ -5,18 +5,17 @@ import json
 import platform
 import re
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from angpt.config import TrainConfig, from_dict, read_toml, to_toml
 from angpt.errors import UserError
-from angpt.system import new_folder, write_atomically
+from angpt.system import LOCK, locked, new_folder, try_lock, write_atomically
 from angpt.version import __version__
 
 Status = Literal["finished", "interrupted", "diverged"]
@@ -108,30 +107,15 @@ class Run:
         with suppress(FileNotFoundError), self.metrics.open(encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the lock of the folder in a `with` block; it is released however the process ends."""
-        with (self.path / ".lock").open("w") as file:
-            if not _take(file, fcntl.LOCK_EX):
-                time.sleep(0.1)  # `busy` holds it for a moment
-                if not _take(file, fcntl.LOCK_EX):
-                    raise UserError(f"{self.path}: another process is training here")
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """The lock of the folder, held in a `with` block."""
+        return locked(self.path / LOCK, "another process is training here")
 
     def busy(self) -> bool:
         """True if a process trains in this folder."""
-        with suppress(FileNotFoundError), (self.path / ".lock").open("r") as file:
-            return not _take(file, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError), (self.path / LOCK).open("r") as file:
+            return not try_lock(file.fileno(), fcntl.LOCK_SH)
         return False
-
-
-def _take(file: IO[str], kind: int) -> bool:
-    """Try to lock a file until it is closed; True if that succeeded."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def environment(device: torch.device) -> dict[str, str]:

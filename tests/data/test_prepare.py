@@ -72,20 +72,7 @@ def test_the_number_of_workers_changes_nothing(corpus, tmp_path, undisturbed, mo
 
 def test_killed_and_run_again(corpus, tmp_path, undisturbed):
     out = tmp_path / "out"
-    script = textwrap.dedent(f"""
-        import time
-        from pathlib import Path
-        from angpt.data import prepare as module
-        module.CHUNK_BYTES = 3000
-        write = module.ShardWriter.write
-        def slow(*args):
-            time.sleep(0.01)
-            write(*args)
-        module.ShardWriter.write = slow
-        from tests.data.corpora import prepare
-        prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
-    """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT)
+    process = slow_prepare(corpus, out)
     try:
         wait_for_lines(out / JOURNAL, 4)
     finally:
@@ -101,6 +88,38 @@ def test_killed_and_run_again(corpus, tmp_path, undisturbed):
     prepare(corpus, out, console=quiet(), **OPTIONS)
     assert folder_bytes(out) == undisturbed
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == before
+
+
+def slow_prepare(corpus, out):
+    """A process that prepares a folder in small pieces."""
+    script = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from angpt.data import prepare as module
+        module.CHUNK_BYTES = 3000
+        write = module.ShardWriter.write
+        def slow(*args):
+            time.sleep(0.01)
+            write(*args)
+        module.ShardWriter.write = slow
+        from tests.data.corpora import prepare
+        prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
+    """)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+def test_two_at_once_do_not_disturb_each_other(corpus, tmp_path, undisturbed):
+    """The second says which process is there and changes nothing; when that one is killed, it can go on."""
+    out = tmp_path / "out"
+    with slow_prepare(corpus, out) as process:
+        wait_for_lines(out / JOURNAL, 2)
+        for _ in range(5):
+            with pytest.raises(UserError, match=rf"out: another process prepares this folder \(process {process.pid} on"):
+                prepare(corpus, out, console=quiet(), **OPTIONS)
+        wait_for_lines(out / JOURNAL, 4)
+        process.kill()
+    prepare(corpus, out, console=quiet(), **OPTIONS)
+    assert folder_bytes(out) == undisturbed
 
 
 def wait_for_lines(path: Path, count: int) -> None:
