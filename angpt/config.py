@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_
 import tyro
 
 from angpt.errors import UserError, nearest
+from angpt.system import unseal
 
 T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
@@ -351,7 +352,7 @@ def read_json(cls: type[T], path: Path, version: int, advice: str) -> T:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != version:
             raise UserError(f"it has format {values['format']!r}, this version reads format {version}")
-        return from_dict(cls, values)
+        return from_dict(cls, unseal(values))
     except (UserError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path}: cannot be read ({error}); {advice}") from error
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from angpt.errors import UserError
 
@@ -88,6 +90,24 @@ def sync(path: Path) -> None:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of a JSON file with their checksum, which `unseal` compares."""
+    return values | {"checksum": _checksum(values)}
+
+
+def unseal(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without their checksum; a ValueError if it is wrong. Files of earlier versions have none."""
+    rest = dict(values)
+    expected = rest.pop("checksum", None)
+    if expected is not None and expected != _checksum(rest):
+        raise ValueError("the checksum is wrong: the file has been changed or is damaged")
+    return rest
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def available_cores() -> int:

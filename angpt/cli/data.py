@@ -40,7 +40,7 @@ def info(path: Annotated[Path, tyro.conf.Positional], verify: bool = True, top: 
 
     Args:
         path: A prepared folder, or a folder or file of nanoGPT or llm.c tokens.
-        verify: Compare the checksums of all shards with the index.
+        verify: Read all shards again; otherwise only those that have changed since their checksums were compared.
         top: Number of most frequent tokens to show.
     """
     from rich.console import Console

@@ -22,7 +22,18 @@ from tokenizers import Tokenizer
 
 from angpt.config import PrepareConfig
 from angpt.data.journal import Journal, complete_index, lock
-from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, check_size
+from angpt.data.shards import (
+    FORMAT,
+    SPLITS,
+    TOKENIZER,
+    Index,
+    Recipe,
+    ShardWriter,
+    Split,
+    SplitName,
+    check_shards,
+    check_size,
+)
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
@@ -85,6 +96,7 @@ def prepare(
             train=Split.of(journal.shards["train"]),
             val=Split.of(journal.shards["val"]),
         )
+        check_shards(out, index, (*index.train.shards, *index.val.shards))
         index.write(out)
         journal.path.unlink()
     return index

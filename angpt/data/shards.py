@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angpt.config import read_json
+from angpt.data.verify import contents
 from angpt.errors import UserError
-from angpt.system import file_sha256, write_atomically
+from angpt.system import file_sha256, seal, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -108,7 +109,8 @@ class Index:
         return self.train if name == "train" else self.val
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+        values = seal(dataclasses.asdict(self))
+        write_atomically(folder / INDEX, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 class ShardWriter:
@@ -156,12 +158,17 @@ class TokenData:
     dtype: np.dtype[Any]
     fingerprint: str
     """Equal for equal data: a hash of the checksums in the index, or of the size, head and tail of each raw file."""
+    max_token: int
+    """The largest id in the files."""
     index: Index | None = None
     """None for raw files, which have no index."""
 
     @classmethod
     def open(cls, path: str | Path, split: SplitName) -> Self:
-        """A prepared folder, or a folder or file of nanoGPT (`train.bin`) or llm.c (`*_train_*.bin`)."""
+        """A prepared folder, or a folder or file of nanoGPT (`train.bin`) or llm.c (`*_train_*.bin`).
+
+        Files that have changed since they were last opened are read: shards must have the checksums of the index.
+        """
         path = Path(path)
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; `angpt data prepare` makes one")
@@ -175,11 +182,11 @@ class TokenData:
         check_tokenizer(folder / TOKENIZER, index.recipe.tokenizer_fingerprint)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         shards = index.split(split).shards
-        for shard in shards:
-            check_size(folder / shard.file, shard.tokens * dtype.itemsize)
+        check_shards(folder, index, shards)
         identity = json.dumps([index.dtype, *(shard.sha256 for shard in shards)])
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         files = tuple(BinFile(folder / shard.file, 0, shard.tokens) for shard in shards)
-        return cls(folder, split, files, dtype, hashlib.sha256(identity.encode()).hexdigest(), index)
+        return cls(folder, split, files, dtype, fingerprint, max(shard.max_token for shard in shards), index)
 
     @classmethod
     def _open_raw(cls, path: Path, split: SplitName) -> Self:
@@ -187,7 +194,9 @@ class TokenData:
         digest = hashlib.sha256()
         for file in files:
             digest.update(_head_and_tail(file.path))
-        return cls(path, split, files, np.dtype("<u2"), digest.hexdigest())
+        dtype = np.dtype("<u2")
+        found = contents([(file.path, file.offset) for file in files], dtype)
+        return cls(path, split, files, dtype, digest.hexdigest(), max(of_file.max_token for of_file in found))
 
     @property
     def eot(self) -> int | None:
@@ -206,13 +215,6 @@ class TokenData:
     def text_bytes(self) -> int | None:
         """Bytes of UTF-8 text that the tokens encode; None for raw files."""
         return None if self.index is None else self.index.split(self.split).text_bytes
-
-    @cached_property
-    def max_token(self) -> int:
-        """The largest id in the data; a raw file is read once for it."""
-        if self.index is not None:
-            return self.index.split(self.split).max_token
-        return max(int(self._shard(i).max()) for i in range(len(self.files)))
 
     @cached_property
     def tokens(self) -> int:
@@ -281,6 +283,20 @@ def check_tokenizer(path: Path, fingerprint: str) -> None:
         raise UserError(f"{path}: is missing; restore it or prepare the data again")
     if file_sha256(path) != fingerprint:
         raise UserError(f"{path}: is not the tokenizer that the tokens were made with; prepare the data again")
+
+
+def check_shards(folder: Path, index: Index, shards: Sequence[Shard], again: bool = False) -> None:
+    """Raise an error unless shards are as the index says. They are read if they have changed, or with `again`."""
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    for shard in shards:
+        check_size(folder / shard.file, shard.tokens * dtype.itemsize)
+    found = contents([(folder / shard.file, 0) for shard in shards], dtype, again)
+    for shard, (sha256, max_token) in zip(shards, found, strict=True):
+        if (sha256, max_token) != (shard.sha256, shard.max_token) or max_token >= index.vocab_size:
+            raise UserError(
+                f"{folder / shard.file}: is damaged (its tokens are not those of {INDEX}); restore it, or delete the "
+                "folder and prepare it again"
+            )
 
 
 def check_size(path: Path, expected: int) -> None:

@@ -114,7 +114,7 @@ def test_two_at_once_do_not_disturb_each_other(corpus, tmp_path, undisturbed):
     with slow_prepare(corpus, out) as process:
         wait_for_lines(out / JOURNAL, 2)
         for _ in range(5):
-            with pytest.raises(UserError, match=rf"out: another process prepares this folder \(process {process.pid} on"):
+            with pytest.raises(UserError, match=rf"another process prepares this folder \(process {process.pid} on"):
                 prepare(corpus, out, console=quiet(), **OPTIONS)
         wait_for_lines(out / JOURNAL, 4)
         process.kill()

@@ -1,13 +1,11 @@
 import re
 import shutil
-from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 
 from angpt.config import to_toml
-from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.operations import kernels_enabled
 from angpt.training.launch import resume, start
@@ -195,15 +193,6 @@ def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     assert code == 2
     assert "the checkpoint has another data" in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
-
-
-def test_raw_tokens_are_scanned_once(data, tmp_path, monkeypatch):
-    scanned, largest = [], TokenData.max_token.func
-    counting = cached_property(lambda self: scanned.append(self.split) or largest(self))
-    counting.__set_name__(TokenData, "max_token")
-    monkeypatch.setattr(TokenData, "max_token", counting)
-    start(small(data, tokens="512"), tmp_path / "run", Quiet())
-    assert sorted(scanned) == ["train", "val"]
 
 
 def test_kernels_are_off_while_a_run_says_so(data, tmp_path):
