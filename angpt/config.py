@@ -280,10 +280,13 @@ moved: its fingerprint is compared with that of the checkpoint. Not among them: 
 loss is a mean, and `record_moments`, whose records are summed over a whole run."""
 
 
-def differences(one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS) -> list[str]:
-    """Dotted names of the settings that differ, without those in `ignored`."""
+def differences(
+    one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS
+) -> dict[str, tuple[Any, Any]]:
+    """Both values of each setting that differs, by dotted name, without those in `ignored`."""
     first, second = settings_of(one), settings_of(two)
-    return [name for name, value in first.items() if value != second[name] and name not in ignored]
+    pairs = {name: (value, second[name]) for name, value in first.items() if name not in ignored}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def _open_run(path: Path) -> Source:
     if newest is None:
         raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or continue it with --resume")
     state = checkpoint.read_state(newest, verify=False)
+    checkpoint.check_config(newest, state, config)
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
     training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
     tokenizer = _beside(path) or _beside(Path(config.data.path))

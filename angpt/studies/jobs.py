@@ -80,7 +80,7 @@ def changed_settings(job: Job) -> list[str]:
         return []
     stored = Run.open(job.folder).config()
     device = stored.device if job.config.device == "auto" else job.config.device
-    return differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored)
+    return list(differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored))
 
 
 def check_settings(job: Job) -> None:

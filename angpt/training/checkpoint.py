@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from angpt.config import from_dict
+from angpt.config import RESUME_SETTINGS, TrainConfig, differences, from_dict
 from angpt.errors import UserError
-from angpt.system import sync, write_atomically
+from angpt.system import seal, sync, unseal, write_atomically
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 T = TypeVar("T")
@@ -54,6 +54,8 @@ class State:
     tokenizer_fingerprint: str | None
     sha256: dict[str, str]
     """Checksums of the tensor files."""
+    config: TrainConfig | None = None
+    """Settings of the run; None in checkpoints of earlier versions."""
 
     @property
     def fingerprint(self) -> str:
@@ -162,7 +164,7 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
 
 def complete(part: Path, target: Path, state: State, keep: int) -> None:
     """Write the state of a checkpoint, give it its name, and remove all but the newest `keep`."""
-    write_atomically(part / STATE, json.dumps(asdict(state), indent=1) + "\n")
+    write_atomically(part / STATE, json.dumps(seal(asdict(state)), indent=1) + "\n")
     sync(part)
     old = part.with_name(f"{part.name}-old")
     if target.exists():  # a damaged one, or the run would have continued from it
@@ -194,14 +196,23 @@ def newest(folder: Path) -> Path | None:
 def read_state(path: Path, verify: bool = True) -> State:
     """The state of a checkpoint; `verify`: its tensor files are compared with their checksums."""
     try:
-        values: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        state = from_dict(State, values)
+        state = from_dict(State, unseal(json.loads((path / STATE).read_text(encoding="utf-8"))))
         for name, expected in state.sha256.items() if verify else ():
             if _sha256(path / name) != expected:
                 raise UserError(f"the checksum of {name} is wrong")
     except (OSError, ValueError, TypeError, UserError) as error:
         raise UserError(f"{path}: the checkpoint is damaged ({error})") from error
     return state
+
+
+def check_config(path: Path, state: State, config: TrainConfig) -> None:
+    """Raise an error if the configuration of a run is not that of its checkpoint at `path`, except RESUME_SETTINGS."""
+    if changed := differences(config, state.config or config, RESUME_SETTINGS):
+        words = ", ".join(f"{name} = {here}, not {there}" for name, (here, there) in changed.items())
+        raise UserError(
+            f"{path.parents[1] / 'config.toml'}: differs from what {path.name} was trained with ({words}); restore it, or "
+            "start a new run from this file with --config"
+        )
 
 
 class Reader:

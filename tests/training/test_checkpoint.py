@@ -1,9 +1,11 @@
 import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -170,6 +172,26 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_replaced(tmp_path, name, da
         assert checkpoint.newest(tmp_path).name == "step-000000001"
     save(tmp_path, 2)
     assert checkpoint.newest(tmp_path).name == "step-000000002"
+
+
+def test_every_changed_character_of_the_state_is_found(tmp_path):
+    """The checkpoint counts as damaged, or its state is the same."""
+    save(tmp_path, 1)
+    file, rng = save(tmp_path, 2) / "state.json", random.Random(0)
+    state, content = checkpoint.read_state(file.parent), file.read_bytes()
+    for _ in range(100):
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(flipped)
+        with suppress(UserError):
+            assert checkpoint.read_state(file.parent) == state
+    text = content.decode()
+    for name in ("step", "metrics_bytes", "seconds", "val_loss"):
+        file.write_text(re.sub(rf'("{name}": )', r"\g<1>1", text))
+        with pytest.warns(UserWarning, match="step-000000002: the checkpoint is damaged .the checksum is wrong"):
+            assert checkpoint.newest(tmp_path).name == "step-000000001"
+    file.write_text(re.sub(r',\s*"checksum": "\w+"', "", text))
+    assert checkpoint.read_state(file.parent) == state  # a state that an earlier version wrote
 
 
 def test_none(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import re
 import shutil
 
@@ -186,6 +187,32 @@ def test_what_would_change_the_numbers_is_refused(data, tmp_path, capsys, option
     assert code == 2
     assert option.split()[0].removeprefix("--").replace("-", "_") in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("seed", "0", "1"), ("optimizer.beta2", "0.95", "0.96"), ("model.rotary_base", "10000.0", "10000.5")],
+)
+def test_a_run_is_not_resumed_with_an_edited_configuration(data, tmp_path, capsys, name, old, new):
+    run = tmp_path / "run"
+    start(small(data), run, Stops(5))
+    text = (run / "config.toml").read_text()
+    key = name.rpartition(".")[2]
+    edited = text.replace(f"\n{key} = {old}\n", f"\n{key} = {new}\n")
+    assert edited != text
+    (run / "config.toml").write_text(edited)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    code, said = angpt(capsys, "train", "--resume", run)
+    assert code == 2
+    assert "config.toml: differs from what step-00000000" in said
+    assert f"was trained with ({name} = {new}, not {old}); restore it" in said
+    assert angpt(capsys, "generate", run)[0] == 2
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+    (run / "config.toml").write_text(text.replace("log_every = 3", "log_every = 4"))
+    for path in (run / "checkpoints").glob("*/state.json"):  # as earlier versions wrote it
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("config", "checksum")}))
+    assert resume(run, Quiet()).status == "finished"
 
 
 def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
