@@ -210,8 +210,8 @@ def check_config(path: Path, state: State, config: TrainConfig) -> None:
     if changed := differences(config, state.config or config, RESUME_SETTINGS):
         words = ", ".join(f"{name} = {here}, not {there}" for name, (here, there) in changed.items())
         raise UserError(
-            f"{path.parents[1] / 'config.toml'}: differs from what {path.name} was trained with ({words}); restore it, or "
-            "start a new run from this file with --config"
+            f"{path.parents[1] / 'config.toml'}: differs from what {path.name} was trained with ({words}); restore it, "
+            "or start a new run from this file with --config"
         )
 
 
