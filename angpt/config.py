@@ -334,8 +334,8 @@ def preset(name: str) -> TrainConfig:
 def toml_values(path: Path) -> dict[str, Any]:
     """The values of a TOML file; errors name the file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))  # paths may have any bytes
+    except (OSError, tomllib.TOMLDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         raise UserError(f"{path}: {'does not exist' if missing else f'cannot be read as TOML ({error})'}") from error
 
@@ -366,16 +366,20 @@ def to_toml(config: Any, prefix: str = "") -> str:
     values: list[str] = []
     tables: list[str] = []
     for name, value in (config if isinstance(config, dict) else vars(config)).items():
-        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
         if dataclasses.is_dataclass(value) or isinstance(value, dict):
             tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             tables += [f"\n[[{prefix}{key}]]\n{to_toml(item, f'{prefix}{key}.')}" for item in value]
         elif value is not None:
-            # JSON and TOML write strings, numbers, booleans and lists of them alike, except infinity.
-            text = json.dumps(list(value) if isinstance(value, tuple) else value)
-            values.append(f"{key} = {'inf' if text == 'Infinity' else text}\n")
+            values.append(f"{key} = {_toml_value(value)}\n")
     return "".join(values + tables)
+
+
+def _toml_value(value: Any) -> str:
+    """A value as TOML, which writes strings, numbers, booleans and lists as JSON does, except infinity and DEL."""
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "inf" if text == "Infinity" else text
 
 
 def _require(condition: bool, message: str) -> None:

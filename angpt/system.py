@@ -22,7 +22,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")  # another process may write the same file
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with part.open("w", encoding="utf-8", errors="surrogateescape") as file:  # `text` may hold paths
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -36,6 +36,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
+    if os.fsencode(path).decode(errors="replace") != str(path):
+        raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
     part = path.with_name(f".{path.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)  # left by a killed process

@@ -1,6 +1,7 @@
 """The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
 
 import inspect
+import io
 import os
 import sys
 import warnings
@@ -48,6 +49,9 @@ MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
     args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # paths may have any bytes
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     if args == ["--version"]:
         print(f"angpt {__version__}")

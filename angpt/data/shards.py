@@ -109,8 +109,7 @@ class Index:
         return self.train if name == "train" else self.val
 
     def write(self, folder: Path) -> None:
-        values = seal(dataclasses.asdict(self))
-        write_atomically(folder / INDEX, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        write_atomically(folder / INDEX, json.dumps(seal(dataclasses.asdict(self)), indent=1) + "\n")
 
 
 class ShardWriter:

@@ -62,7 +62,7 @@ def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
     if local and not path.exists():
         raise UserError(f"{path}: no such tokenizer file")
     try:
-        return Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(spec)
+        return Tokenizer.from_buffer(path.read_bytes()) if local else Tokenizer.from_pretrained(spec)
     except Exception as error:  # the library raises nothing narrower
         reason = str(error).strip()[:200]
         if local:

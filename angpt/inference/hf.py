@@ -24,7 +24,7 @@ from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.system import new_folder
+from angpt.system import new_folder, write_atomically
 from angpt.training import checkpoint
 from angpt.training.run import Run
 from angpt.version import __version__
@@ -54,8 +54,8 @@ def export(source: Source, folder: Path) -> None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
-            (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
-        (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
+            write_atomically(part / RUN_CONFIG, to_toml(run_config))
+        write_atomically(part / "README.md", model_card(source, model, run_config))
 
 
 def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
@@ -204,7 +204,7 @@ def import_run(source: Source, folder: Path) -> None:
         sha256={},
     )
     with new_folder(folder) as part:
-        (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_atomically(part / "config.toml", to_toml(config))
         if source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
         checkpoint.save(part / "checkpoints", model.state_dict(), {}, state, keep=1)

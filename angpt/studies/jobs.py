@@ -1,6 +1,7 @@
 """A run as something to be done: whether it has ended, what it left, and how it is brought to its end."""
 
 import dataclasses
+import os
 import shlex
 import time
 import traceback
@@ -154,5 +155,5 @@ def repeated_by(folder: Path, data: str) -> list[str]:
         for option, value in options.items():
             arguments += [option, value] if value else []
         found.append(f"angpt data prepare {shlex.join(arguments)}")
-    first, _, _ = (folder / "study.toml").read_text(encoding="utf-8").partition("\n")
+    first, _, _ = os.fsdecode((folder / "study.toml").read_bytes()).partition("\n")
     return [*found, first.removeprefix(MADE_BY)] if first.startswith(MADE_BY) else found

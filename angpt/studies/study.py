@@ -11,6 +11,7 @@ result.json   what came out, brought up to date when a run ends or it is read; r
 import dataclasses
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -93,7 +94,7 @@ class Study:
         self.check(on_this_machine)
         if file is not None and file.resolve() == path.resolve():
             return
-        text = to_toml(self.config) if file is None else file.read_text(encoding="utf-8")
+        text = to_toml(self.config) if file is None else os.fsdecode(file.read_bytes())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{MADE_BY}{command}\n{text}")
@@ -219,13 +220,13 @@ class Study:
     def _sources(self) -> str:
         """Checksum of all that the result is computed from: this version, the settings, and files of the runs, of which
         metrics.jsonl counts by its length, since it is only appended to."""
-        digest = hashlib.sha256(f"{__version__}\n{to_toml(self.config)}".encode())
+        digest = hashlib.sha256(os.fsencode(f"{__version__}\n{to_toml(self.config)}"))
         names = ("config.toml", "summary.json", "metrics.jsonl")
         patterns = ["failed/*.txt", *(f"{kind}/*/{name}" for kind in ("runs", "tuning") for name in names)]
         for path in sorted(path for pattern in patterns for path in self.folder.glob(pattern)):
             with suppress(FileNotFoundError):  # the summary of a run that goes on is removed
                 content = str(path.stat().st_size).encode() if path.suffix == ".jsonl" else path.read_bytes()
-                digest.update(f"\n{path.relative_to(self.folder)} {len(content)}\n".encode() + content)
+                digest.update(os.fsencode(f"\n{path.relative_to(self.folder)} {len(content)}\n") + content)
         return digest.hexdigest()
 
     def _compute(self) -> Result:

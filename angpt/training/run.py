@@ -72,7 +72,7 @@ class Run:
         if path.exists():
             raise UserError(f"{path}: exists; continue with `--resume {path}` or choose another --out")
         with new_folder(path) as part:
-            (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            write_atomically(part / "config.toml", to_toml(config))
         return cls(path)
 
     @classmethod
