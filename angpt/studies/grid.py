@@ -49,13 +49,13 @@ class Point:
     @property
     def full_name(self) -> str:
         """A name that is the same for the same settings, whatever else the study holds."""
-        return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-{'trial' if self.trial else f's{self.seed}'}"
+        return f"{self.group.name}-b{self.batch}-lr{rate_name(self.lr)}-{'trial' if self.trial else f's{self.seed}'}"
 
     @property
     def short_name(self) -> str:
         """A name for studies with one batch size and one learning rate for each group."""
         if self.trial:
-            return f"{dataclasses.replace(self.group, budget='').name}-lr{self.lr:g}"
+            return f"{dataclasses.replace(self.group, budget='').name}-lr{rate_name(self.lr)}"
         return f"{self.group.name}-s{self.seed}"
 
 
@@ -147,6 +147,11 @@ def budget_name(text: str) -> str:
     if text.strip()[-1] in "xX":
         return f"{multiple(text, 'budgets'):.12g}x"
     return short(parse_budget(text, parameters=1))
+
+
+def rate_name(lr: float) -> str:
+    """One name for each learning rate: six digits, or all of them where six are not enough."""
+    return f"{lr:g}" if float(f"{lr:g}") == lr else repr(float(lr))
 
 
 def short(tokens: int) -> str:

@@ -177,9 +177,7 @@ class Study:
         found: dict[Path, Job] = {}
         for job in map(self.job, points):
             if found.setdefault(job.folder, job).config != job.config:
-                raise UserError(
-                    f"{job.folder}: two runs have this name; use names = 'full', and rates of six digits at most"
-                )
+                raise UserError(f"{job.folder}: two runs have this name; use names = 'full'")
         return list(found.values())
 
     def growth(self) -> list[Job]:
