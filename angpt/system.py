@@ -40,7 +40,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
     part = path.with_name(f".{path.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
+        remove(part)  # left by a killed process
         part.mkdir(parents=True)
         yield part
         for entry in [*part.rglob("*"), part]:
@@ -51,6 +51,14 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link, which leaves what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from angpt.config import RESUME_SETTINGS, TrainConfig, differences, from_dict
 from angpt.errors import UserError
-from angpt.system import seal, sync, unseal, write_atomically
+from angpt.system import remove, seal, sync, unseal, write_atomically
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tens
 def begin(part: Path) -> None:
     """Make an empty folder for a checkpoint, which does not count until it is complete."""
     for path in part.parent.glob(f"{PART}*"):
-        shutil.rmtree(path)
+        remove(path)
     part.mkdir(parents=True)
 
 
@@ -172,9 +172,8 @@ def complete(part: Path, target: Path, state: State, keep: int) -> None:
     part.rename(target)
     sync(target.parent)
     ahead = [path for path in found(target.parent) if path.name > target.name]  # damaged, too
-    for path in [*found(target.parent)[: -keep - len(ahead)], *ahead]:
-        shutil.rmtree(path)
-    shutil.rmtree(old, ignore_errors=True)
+    for path in [*found(target.parent)[: -keep - len(ahead)], *ahead, old]:
+        remove(path)
 
 
 def found(folder: Path) -> list[Path]:

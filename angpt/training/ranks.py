@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -61,16 +62,31 @@ def join(device: torch.device, timeout: float) -> Any:
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", here)}
     wait = timedelta(seconds=timeout + MARGIN_SECONDS)
     try:
+        if rank > 0:
+            wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
         store, _, _ = next(rendezvous("env://", timeout=wait))
         store = PrefixStore(name_attempt(store, rank, size, timeout), store)
         options |= {"store": PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": wait}
         dist.init_process_group(**options)
-    except (RuntimeError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
+    except (RuntimeError, OSError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank}: the other ranks were not found at {where} ({error}); start them with torchrun"
         ) from error
     return store
+
+
+def wait_for_port(host: str, port: int, timeout: float) -> None:
+    """Return when a server listens at the port; an OSError after `timeout` seconds, which PyTorch exceeds twofold."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:

@@ -145,6 +145,28 @@ def test_damaged_ones_ahead_do_not_push_out_a_good_one(tmp_path, keep):
     assert len(checkpoint.found(tmp_path)) == keep
 
 
+def test_links_to_checkpoints_are_removed_and_what_they_point_to_stays(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in (1, 2):
+        save(folder, step)
+    (folder / "step-000000001").rename(elsewhere)
+    for name in ("step-000000001", ".part-000000003", ".part-000000002-old"):
+        (folder / name).symlink_to(elsewhere)
+    (folder / "step-000000000").symlink_to(tmp_path / "nowhere")
+    (folder / "step-000000002").rename(tmp_path / "two")
+    (folder / "step-000000002").symlink_to(tmp_path / "two")
+    assert checkpoint.newest(folder).name == "step-000000002"
+    save(folder, 2)  # as if it had been damaged
+    save(folder, 3)
+    assert sorted(path.name for path in folder.glob("*0*")) == ["step-000000000", "step-000000002", "step-000000003"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    assert checkpoint.read_state(tmp_path / "two").step == 2
+
+
 def test_an_unfinished_one_is_not_seen_and_cleared_by_the_next(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".part-000000002").mkdir()
