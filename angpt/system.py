@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import platform
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,15 +21,15 @@ LOCK = ".lock"
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # another process may write the same file
-    try:
-        with part.open("w", encoding="utf-8", errors="surrogateescape") as file:  # `text` may hold paths
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    with part.open("x", encoding="utf-8", errors="surrogateescape") as file:  # new, not a link; text may hold paths
+        try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -67,7 +68,10 @@ def locked(path: Path, busy: str) -> Iterator[None]:
 
     If another process holds it, raise an error: the folder, `busy`, and that process.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
     with os.fdopen(handle, "r+", encoding="utf-8") as file:
         if not try_lock(handle, fcntl.LOCK_EX):
             time.sleep(0.1)  # a process that asks whether it is locked holds it for a moment
@@ -86,6 +90,13 @@ def try_lock(handle: int, kind: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def check_name(name: str) -> str:
+    """A file name that another file states; an error if it would lead out of the folder."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UserError(f"{name!r} is not the name of a file in its folder")
+    return name
 
 
 def sync(path: Path) -> None:

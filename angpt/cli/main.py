@@ -25,6 +25,7 @@ from angpt.cli.train import train_command
 from angpt.config import SIZES, ModelConfig
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
+from angpt.present.words import printable
 from angpt.version import __version__
 
 out = Console()
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # paths may have any bytes
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     if args == ["--version"]:
         print(f"angpt {__version__}")
         return
@@ -72,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _exit(message: str) -> NoReturn:
-    err.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
+    err.print(Text.assemble(("error:", "bold red"), " ", printable(message)), soft_wrap=True)
     sys.exit(2)
 
 

@@ -12,6 +12,7 @@ import tyro
 
 from angpt.config import PRESETS, TrainConfig, preset, read_toml
 from angpt.errors import UserError
+from angpt.present.words import printable
 from angpt.slurm import SlurmConfig
 
 EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
@@ -148,6 +149,6 @@ def run_here(config: TrainConfig, folder: Path, resumed: bool) -> None:
         "diverged": f"diverged at {where}: the loss or the gradient is not finite; "
         f"last good checkpoint: {s.checkpoint or 'none'}",
     }[s.status]
-    console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)
+    console.print(printable(f"{folder}: {line}"), highlight=False, soft_wrap=True)
     if s.status != "finished":
         sys.exit(EXIT_INTERRUPTED if s.status == "interrupted" else EXIT_DIVERGED)

@@ -13,6 +13,7 @@ from rich.text import Text
 from angpt.data.shards import SPLITS, TOKENIZER, Index, SplitName, TokenData, check_shards
 from angpt.data.tokenizers import load_tokenizer
 from angpt.present.tables import Table
+from angpt.present.words import printable
 
 BLOCK = 1 << 22
 SAMPLE_TOKENS = 128
@@ -75,7 +76,8 @@ def render(info: DataInfo) -> RenderableType:
     first = info.splits[0]
     frequent = Text("most frequent: " + "  ".join(f"{token} {count / first.tokens:.2%}" for token, count in first.top))
     table = Table(("", *(split.split for split in info.splits)), rows).rich()
-    return Group(Text(title), table, frequent, Panel(Text(first.sample), title="start of train", title_align="left"))
+    sample = Panel(Text(printable(first.sample)), title="start of train", title_align="left")
+    return Group(Text(printable(title)), table, frequent, sample)
 
 
 def _describe_split(data: TokenData, top: int) -> SplitInfo:

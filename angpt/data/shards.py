@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from angpt.config import read_json
 from angpt.data.verify import contents
 from angpt.errors import UserError
-from angpt.system import file_sha256, seal, write_atomically
+from angpt.system import check_name, file_sha256, seal, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -49,6 +49,9 @@ class Shard:
     """Documents in which invalid UTF-8 was replaced."""
     max_token: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        check_name(self.file)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ class ShardWriter:
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
-        self.file = self.part.open("wb")
+        self.part.unlink(missing_ok=True)  # left by a killed process
+        self.file = self.part.open("xb")
         self.digest = hashlib.sha256()
         self.counts: Counter[str] = Counter()
         self.max_token = 0

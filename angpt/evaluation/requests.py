@@ -3,6 +3,7 @@ machines. A GPU node without network and without lm-eval needs only the requests
 
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -134,13 +135,15 @@ class Scores:
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(arrays, part, metadata={"about": json.dumps(asdict(about))})
         part.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], T]:

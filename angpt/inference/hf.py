@@ -24,6 +24,7 @@ from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
+from angpt.present.words import without_html
 from angpt.system import new_folder, write_atomically
 from angpt.training import checkpoint
 from angpt.training.run import Run
@@ -152,7 +153,7 @@ def model_card(source: Source, model: Decoder, config: TrainConfig | None) -> st
         rows += [(key, value) for key, value in summary.environment.items() if key in ("cpu", "gpu", "torch", "commit")]
     rows.append(("SHA-256 of the weights", f"`{source.sha256()}`"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return CARD.format(name=source.path.resolve().name, version=__version__, table=table)
+    return without_html(CARD.format(name=source.path.resolve().name, version=__version__, table=table))
 
 
 CARD = """---

@@ -23,6 +23,7 @@ from angpt.inference.store import Training
 from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded
 from angpt.models.variants import architecture
+from angpt.system import check_name
 from angpt.training import checkpoint
 from angpt.training.run import Run
 
@@ -132,7 +133,7 @@ def _open_export(path: Path) -> Source:
         weights = [EXPORT_WEIGHTS]
         if (path / EXPORT_SHARDS).exists():
             shards = json.loads((path / EXPORT_SHARDS).read_text(encoding="utf-8"))
-            weights = sorted(set(shards["weight_map"].values()))
+            weights = sorted({check_name(name) for name in shards["weight_map"].values()})
     except (UserError, OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{where}: cannot be read as an export of angpt ({error})") from error
     return Source(path, "export", cfg, tuple(path / name for name in weights), _beside(path), training)

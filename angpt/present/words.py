@@ -1,5 +1,6 @@
-"""Numbers as text. Every number of the page is formatted here, so that equal values look equal."""
+"""Numbers as text, and text of others made safe to show. Equal numbers look equal: all are formatted here."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from angpt.stats import Interval
@@ -101,6 +102,17 @@ def listed(words: Sequence[str]) -> str:
 def tied(text: str) -> str:
     """The text with a non-breaking space before each per cent sign."""
     return text.replace(" %", "\u00a0%")
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than line breaks and tabs as escapes: a terminal must not obey them."""
+    hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(hidden, lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def without_html(markdown: str) -> str:
+    """Markdown in which every `<` that would begin an HTML tag is text."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
 def plural(count: int, noun: str) -> str:
