@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 PREPARED := data/stdlib/index.json
 
-.PHONY: compare test test-slow test-long lint format docs clean
+.PHONY: compare test test-slow test-long lint format docs audit clean
 
 compare: $(PREPARED)
 	$(BIN)/angpt compare --preset laptop --out studies/compare --architectures gpt+ ngpt angpt angpt:muon \
@@ -41,6 +41,12 @@ docs: $(INSTALLED)
 	$(BIN)/angpt factors --size 0.5B --figure docs/figures/concentration.png
 	$(BIN)/python -m angpt.bench.footprint
 	$(BIN)/python -m angpt.analysis.toy docs/figures
+	$(BIN)/python .ci/dependencies.py
+
+# Known vulnerabilities of the versions in constraints.txt; needs PyPI.
+audit: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -99,6 +99,8 @@ def test_divergence_keeps_the_checkpoint_that_is_being_written(data, tmp_path, p
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-000000001"]
     assert checkpoint.newest(run.checkpoints) is not None
     assert re.findall(r"exitcode +: (-?\d+)", said) == ["4", "4"], said
+    assert (run.logs / "rank-00001.log").exists()
+    assert not any(path.stat().st_mode & 0o111 for path in run.path.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow
