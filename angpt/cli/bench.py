@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 from tyro.conf import arg
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +67,6 @@ def train(
     console.print(
         f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
         f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
-        highlight=False,
     )
     compiled = where.type == "cuda" if compile == "auto" else compile == "on"
     options = (architectures, context, where, dtype, compiled, warmup, rounds, steps, profile)
@@ -74,7 +75,6 @@ def train(
     console.print(
         "Parts are timed separately, without a CUDA graph; constraint is what it adds to the optimizer. MFU is\n"
         "relative to the matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
-        highlight=False,
     )
 
 
@@ -178,9 +178,9 @@ def decode(
     least = {"rounds": rounds, "prompt": prompt, "batches": min(batches, default=0), "steps": len(steps)}
     console, where, dtype = _start(device, precision, architectures, **least)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
+    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s")
     if transformers and not reference:
-        console.print("transformers is not installed: no reference", highlight=False)
+        console.print("transformers is not installed: no reference")
     options = (steps, prompt, tokens, where, dtype, rounds, reference)
     measures = {f"{size}, {rows} rows": partial(bench_decode, size, architectures, rows, *options) for rows in batches}
     _measure(console, where, out, measures, tables)
@@ -201,9 +201,9 @@ def _start(
             raise UserError(f"--{option} {value}: must be at least 1")
     for name in architectures:
         architecture(name)
-    where, console = present(choose_device(device)), Console()
+    where, console = present(choose_device(device)), terminal()
     found = environment(where)
-    console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)
+    console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}")
     low = precision == "bf16" or (precision == "auto" and where.type == "cuda")
     return console, where, torch.bfloat16 if low else torch.float32
 
@@ -220,8 +220,8 @@ def _measure(
 
     results: list[T] = []
     for name, measure in measures.items():
-        with console.status(name) as status:
-            found = measure(lambda text, status=status, name=name: status.update(f"{name}: {text}"))  # type: ignore[misc]
+        with console.status(Text(name)) as status:
+            found = measure(lambda text, status=status, name=name: status.update(Text(f"{name}: {text}")))  # type: ignore[misc]
         show(console, *tables(found))
         results += found
         write_json(out, device, results)

@@ -12,12 +12,12 @@ from angpt.cli.analysis import expand
 from angpt.errors import UserError, nearest
 from angpt.fits.records import Count, RunTable, read_table
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from angpt.present.charts import Absent, Chart
-
 Sources = Annotated[
     tuple[Path, ...],
     tyro.conf.Positional,
@@ -40,13 +40,12 @@ def hparams(
         multiple: Use the runs with this many tokens per parameter, if there are several budgets.
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
-    from rich.console import Console
 
     from angpt.fits.hparam_figures import sweeps, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
 
-    console = Console()
+    console = terminal()
     if multiple is not None and not 0 < multiple < float("inf"):
         raise UserError(f"--multiple {multiple}: must be positive and finite")
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
@@ -59,7 +58,7 @@ def hparams(
         if not fit.trends:
             raise UserError("--write-rules: there is no law to write; the notes above say why")
         for line in write(write_rules, fit.trends, source):
-            console.out(f"rule: {write_rules}: {line}", highlight=False)
+            console.print(f"rule: {write_rules}: {line}")
 
 
 def scaling(
@@ -90,14 +89,13 @@ def scaling(
             whichever is more.
         seed: Seed of the bootstrap.
     """
-    from rich.console import Console
 
     from angpt.fits.compute import Counting
     from angpt.fits.output import scaling_tables, scaling_values
     from angpt.fits.scaling import Options, fit_scaling
     from angpt.fits.scaling_figures import isoflop_curves, loss_over_compute, optimal_sizes, parametric_law, savings
 
-    console = Console()
+    console = terminal()
     options = Options(Counting(count, attention), curves, bins, bootstrap, seed, huber)
     table = _read(console, sources, (), architectures, curves)
     with console.status("fitting"):
@@ -138,7 +136,7 @@ def _write(
     with console.status("drawing"):
         written = write_fit(out, name, values, charts)
     if "counting" in values:
-        console.out(values["counting"], highlight=False)
+        console.print(values["counting"])
     show(console, *tables)
     for line in [*(f"note: {note}" for note in values["notes"]), *written]:
-        console.out(line, highlight=False)
+        console.print(line)

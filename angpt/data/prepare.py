@@ -26,6 +26,7 @@ from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWri
 from angpt.data.sources import Piece, open_source, with_splits
 from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from angpt.system import available_cores, write_atomically
 
 SHARD_BYTES = 128 << 20
@@ -45,7 +46,7 @@ def prepare(
     console: Console | None = None,
 ) -> Index:
     """Make or finish the prepared folder `out`. A folder that is complete with the same recipe is left as it is."""
-    config, console = config or PrepareConfig(), console or Console()
+    config, console = config or PrepareConfig(), console or terminal()
     default_tokenizer, default_fraction = STDLIB_DEFAULTS if names == ("stdlib",) else DEFAULTS
     spec, fraction = config.tokenizer or default_tokenizer, config.val_fraction or default_fraction
     source = open_source(names, config.column, config.subset, config.hub_split)
@@ -68,7 +69,7 @@ def prepare(
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
-        console.print(f"{out} is complete already", soft_wrap=True)
+        console.print(f"{out} is complete already")
         return index
     journal = Journal.begin(out, recipe)
     write_atomically(out / TOKENIZER, tokenizer.to_str())
@@ -229,7 +230,7 @@ class Meter:
     INTERVAL = 10.0
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         self.console = console
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("reading")
@@ -242,14 +243,14 @@ class Meter:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        self.console.print(str(self), highlight=False, soft_wrap=True)
+        self.console.print(str(self))
 
     def add(self, chunk: Chunk, tokens: int) -> None:
         self.counts.update(chunk.counts, tokens=tokens)
         self.progress.update(self.task, description=str(self))
         if not self.console.is_terminal and time.monotonic() - self.printed > self.INTERVAL:
             self.printed = time.monotonic()
-            self.console.print(str(self), highlight=False, soft_wrap=True)
+            self.console.print(str(self))
 
     def __str__(self) -> str:
         tokens, megabytes = self.counts["tokens"], self.counts["text_bytes"] / 1e6

@@ -18,8 +18,8 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from angpt.config import read_json
 from angpt.errors import UserError
+from angpt.serialization import read_json
 from angpt.system import file_sha256, write_atomically
 
 INDEX = "index.json"
@@ -102,7 +102,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        return read_json(cls, folder / INDEX, FORMAT, "delete the folder and prepare it again")
+        return read_json(cls, folder / INDEX, "delete the folder and prepare it again", FORMAT)
 
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.val

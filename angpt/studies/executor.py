@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from angpt.errors import UserError
-from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, explain
+from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, reason
 from angpt.system import available_cores
 
 POLL_SECONDS = 0.25
@@ -132,7 +132,7 @@ class InProcess:
             if bring_to_end(job, reporter_for(self.console)).status == "interrupted":
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
         except Exception as error:
-            failure = explain(error)
+            failure = reason(error)
         self.over.append(Ended(job, failure))
 
     def wait(self, seconds: float) -> list[Ended]:
@@ -220,7 +220,7 @@ def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     try:
         bring_to_end(job, Quiet())
     except Exception as error:
-        pipe.send(explain(error))
+        pipe.send(reason(error))
 
 
 def _end_with_the_parent() -> None:

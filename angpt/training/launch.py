@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.data.loader import count_windows, end_of_text
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.operations import kernels
+from angpt.present.terminal import terminal
 from angpt.training import checkpoint
 from angpt.training.hardware import present
 from angpt.training.plan import Plan, make_plan
@@ -84,7 +83,7 @@ def launched(config: TrainConfig) -> Iterator[tuple[Plan, Data, Strategy]]:
 def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporter]:
     """Rank 0 holds the lock of the run and reports to the user; other ranks write to their logs."""
     with run.lock() if strategy.main else log_to(run.logs / f"rank-{strategy.rank:05d}.log"):
-        yield reporter if strategy.main else PlainReporter(Console())
+        yield reporter if strategy.main else PlainReporter(terminal())
 
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:

@@ -1,22 +1,32 @@
 """A typed reader of a run folder, also while the run is running."""
 
-import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.serialization import parse_json, typed
 from angpt.training.run import Run, Summary
 
 TAIL_BYTES = 65_536
 """How much of the end of metrics.jsonl `newest_values` reads."""
+NEWEST = ("step", "loss", "val_loss", "tokens_per_s")
+"""Quantities of `newest_values`."""
+MOST_RECORDS = 4096
+"""Above this number, records of a kind are thinned evenly: a figure does not show more."""
+Kind = Literal["val", "layers", "moments"]
+KINDS: tuple[Kind, ...] = ("val", "layers", "moments")
+"""Kinds of records that are read; the others, one per training step, are most lines of the file."""
+KIND, TRAIN = b'{"kind": "', b'{"kind": "train"'
+"""How every line begins, and how those of training steps do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The loss on the validation split after a number of tokens."""
 
@@ -30,7 +40,8 @@ class Evaluation:
 class RunRecord:
     """A run: configuration, summary and the records of metrics.jsonl, which is read on first use.
 
-    Records with a value that is not finite (null in the file) are left out.
+    Records with a value that is not finite (null in the file) are left out. Of more than MOST_RECORDS of a kind, every
+    second, fourth, … is kept, and the last.
     """
 
     path: Path
@@ -48,43 +59,103 @@ class RunRecord:
         """Name of the run folder."""
         return self.path.resolve().name
 
-    @property
+    @cached_property
     def evaluations(self) -> tuple[Evaluation, ...]:
         """All evaluations, in order."""
-        return self._metrics[0]
+        found = self._metrics["val"]
+        return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in found)
 
     @property
     def layers(self) -> tuple[dict[str, Any], ...]:
         """Records of each layer: input norm, α, row norms."""
-        return self._metrics[1]
+        return self._metrics["layers"]
 
     @property
     def moments(self) -> tuple[dict[str, Any], ...]:
         """Variances of Adam's first moment, of a run with `record_moments`."""
-        return self._metrics[2]
+        return self._metrics["moments"]
 
     @cached_property
-    def _metrics(self) -> tuple[tuple[Evaluation, ...], tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
-        run = Run(self.path)
+    def _metrics(self) -> dict[str, tuple[dict[str, Any], ...]]:
+        """The records of each kind."""
+        run, lines = Run(self.path), {kind: _Thinned() for kind in KINDS}
+        where = f"{run.metrics}: cannot be read"
         try:
-            records = [record for record in run.records() if not _has_null(record)]
-            val, layers, moments = (tuple(r for r in records if r["kind"] == k) for k in ("val", "layers", "moments"))
-            if not all({"step", "tokens"} <= record.keys() for record in (*layers, *moments)):
-                raise KeyError("step or tokens")
-            return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in val), layers, moments
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
+            for number, line in run.lines():
+                if not line.startswith(TRAIN):
+                    where = f"{run.metrics}, line {number}: cannot be read"
+                    kind = line[len(KIND) : line.find(b'"', len(KIND))].decode(errors="replace")
+                    lines[typed(Kind, kind, "kind")].add(number, line)
+            found: dict[str, tuple[dict[str, Any], ...]] = {}
+            for kind, kept in lines.items():
+                records: list[dict[str, Any]] = []
+                for number, line in kept:
+                    where = f"{run.metrics}, line {number}: cannot be read"
+                    records.append(_record(line, kind, records[0] if records else {}))
+                found[kind] = tuple(record for record in records if not _has_null(record))
+            return found
+        except UserError as error:
+            raise UserError(f"{where} ({error}); repeat the run") from error
 
 
-def newest_values(folder: Path) -> dict[str, Any]:
-    """The newest value of each quantity in metrics.jsonl, from the end of the file; empty for a run without one."""
-    merged: dict[str, Any] = {}
+class _Thinned:
+    """Numbered lines, of which every second is dropped whenever they become too many; the last one stays."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, bytes]] = []
+        self.last: tuple[int, bytes] | None = None
+        self.every, self.count = 1, 0
+
+    def add(self, number: int, line: bytes) -> None:
+        self.last = number, line
+        if self.count % self.every == 0:
+            self.kept.append(self.last)
+            if len(self.kept) > MOST_RECORDS:
+                del self.kept[1::2]
+                self.every *= 2
+        self.count += 1
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        yield from self.kept
+        if self.last is not None and self.last is not self.kept[-1]:
+            yield self.last
+
+
+def _record(line: bytes, kind: str, first: dict[str, Any]) -> dict[str, Any]:
+    """A record of a kind; one of each layer must have the names and the number of layers of the first."""
+    record = typed(dict[str, Any], parse_json(line), "the line")
+    for name in ("step", "tokens"):
+        typed(int, record.get(name), name)
+    if kind == "val":
+        typed(float, record.get("seconds"), "seconds", finite=True)
+        typed(float | None, record.get("val_loss"), "val_loss", finite=True)
+        return record
+    for name, value in record.items():
+        if name not in ("kind", "step", "tokens"):
+            typed(float | None | tuple[float | None, ...], value, name, finite=True)
+    if first and _layers(record) != _layers(first):
+        raise UserError("other names or another number of layers than the first record")
+    return record
+
+
+def _layers(record: dict[str, Any]) -> dict[str, int]:
+    return {name: len(value) if isinstance(value, list) else 0 for name, value in record.items()}
+
+
+def newest_values(folder: Path) -> dict[str, float]:
+    """The newest finite values of NEWEST in metrics.jsonl, from the end of the file; those that it has."""
+    found: dict[str, float] = {}
     with suppress(FileNotFoundError), Run(folder).metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file.read().split(b"\n")[:-1]:
-            with suppress(ValueError):  # the first may begin in the middle
-                merged |= json.loads(line)
-    return merged
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with suppress(UserError):  # the first may begin in the middle
+                record = typed(dict[str, Any], parse_json(line), "the line")
+                for name in NEWEST:
+                    if name not in found and record.get(name) is not None:
+                        found[name] = typed(float, record[name], name, finite=True)
+            if len(found) == len(NEWEST):
+                break
+    return found
 
 
 def _has_null(record: dict[str, Any]) -> bool:

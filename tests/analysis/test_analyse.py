@@ -10,9 +10,9 @@ from angpt.analysis import learned, moments
 from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, open_text, state_of
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
-from angpt.config import read_toml, to_toml
 from angpt.errors import UserError
 from angpt.inference.source import open_source
+from angpt.serialization import read_toml, to_toml
 from angpt.training.record import RunRecord
 from angpt.training.run import Run
 from tests.analysis.parts import measure_attention, measure_factors, measure_norms, measure_robustness

@@ -17,6 +17,7 @@ from angpt.data.journal import JOURNAL, Journal
 from angpt.data.shards import Index, ShardWriter, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from tests.data.corpora import NEOX, REAL, folder_bytes, prepare, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ needs_corpus = pytest.mark.skipif(not NEOX.exists(), reason=f"no corpus at {REAL
 
 
 def quiet() -> Console:
-    return Console(file=io.StringIO())
+    return terminal(file=io.StringIO())
 
 
 @pytest.fixture
@@ -292,9 +293,9 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch)
 
 
 def test_progress_on_a_terminal_and_elsewhere(corpus, tmp_path):
-    for terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        prepare(corpus, tmp_path / str(terminal), console=console, **OPTIONS)
+    for live in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=live, width=120)
+        prepare(corpus, tmp_path / str(live), console=console, **OPTIONS)
         assert "2,000 documents" in console.file.getvalue()
         assert "tokens/s" in console.file.getvalue()
 

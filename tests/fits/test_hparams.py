@@ -5,11 +5,11 @@ import tomllib
 import numpy as np
 import pytest
 
-from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.fits.hparams import fit_hparams, fit_sweep
 from angpt.fits.records import average
 from angpt.fits.rules import RULES, write_rules
+from angpt.serialization import from_dict
 from angpt.training.plan import Rule
 from tests.fits.synthetic import Valley, sweep_records
 from tests.intervals import check_intervals

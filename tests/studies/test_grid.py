@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from angpt.config import read_toml
 from angpt.errors import UserError
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, budget_name, groups, largest_lines, run_config, short, start_lines
 from angpt.studies.study import Study

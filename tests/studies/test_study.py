@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from angpt.config import read_toml
 from angpt.errors import UserError
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import InProcess, Processes
 from angpt.studies.progress import progress

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.config import to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.operations import kernels_enabled
+from angpt.serialization import to_toml
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet

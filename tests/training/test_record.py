@@ -39,5 +39,5 @@ def test_a_run_that_has_just_begun_has_no_records(run):
 @pytest.mark.parametrize("text", ["{}\n", '{"kind": "layers", "W_e": 1.0}\n', '{"kind": "val"}\n', "[]\n", "half\n"])
 def test_damage_is_an_error_that_names_the_file(run, text):
     run.metrics.write_text(text)
-    with pytest.raises(UserError, match=r"run/metrics.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"run/metrics.jsonl, line 1: cannot be read"):
         RunRecord.open(run.path).evaluations  # noqa: B018
