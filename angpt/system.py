@@ -26,6 +26,7 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
+    check_name(path)
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
     part = path.with_name(f".{path.name}.part")
@@ -41,6 +42,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def check_name(path: Path) -> None:
+    """Raise an error if the name of a new folder has line breaks or other control characters."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
+        raise UserError(f"{path}: has control characters in its name; choose another --out")
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
 from angpt.serialization import from_dict, parse_json
-from angpt.system import write_atomically
+from angpt.system import check_name, write_atomically
 
 # Not .jsonl: if the folder is inside a source, that would be read as text.
 JOURNAL = "journal.log"
@@ -43,6 +43,7 @@ class Journal:
         lines = _complete_lines(path)
         journal = cls(path, {split: [] for split in SPLITS})
         if not lines:
+            check_name(folder)
             if folder.is_file() or (folder.exists() and any(file != path for file in folder.iterdir())):
                 raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
             folder.mkdir(parents=True, exist_ok=True)

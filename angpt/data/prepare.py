@@ -24,7 +24,7 @@ from angpt.config import PrepareConfig
 from angpt.data.journal import Journal, complete_index
 from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, check_size
 from angpt.data.sources import Piece, open_source, with_splits
-from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
+from angpt.data.tokenizers import check_usable, end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.system import available_cores, write_atomically
@@ -56,6 +56,7 @@ def prepare(
 
     check_documents(documents, names)
     tokenizer = find_tokenizer(spec, out, documents)
+    check_usable(tokenizer)
     recipe = Recipe(
         sources=names,
         source_digest=source.digest,

@@ -216,7 +216,7 @@ class TokenData:
 
     @cached_property
     def tokens(self) -> int:
-        return int(self._ends[-1])
+        return sum(file.tokens for file in self.files)
 
     def part(self, start: int, stop: int) -> Self:
         """The tokens start … stop − 1 as a `TokenData`."""
@@ -318,6 +318,8 @@ def _bin_file(path: Path) -> BinFile:
             raise UserError(f"{path}: llm.c format version {header[1]}; only version {LLMC_VERSION} can be read")
         tokens = int(header[2])
         check_size(path, LLMC_HEADER_BYTES + 2 * tokens)
+        if tokens == 0:
+            raise UserError(f"{path}: has no tokens; prepare it again")
         return BinFile(path, LLMC_HEADER_BYTES, tokens)
     if size == 0 or size % 2:
         raise UserError(f"{path}: {size:,} bytes are not a sequence of uint16 tokens; the file is empty or truncated")

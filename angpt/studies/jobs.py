@@ -13,7 +13,7 @@ from angpt.config import TrainConfig, differences
 from angpt.data.shards import INDEX, Index
 from angpt.errors import UserError, explain, one_line
 from angpt.results import State
-from angpt.system import write_atomically
+from angpt.system import check_name, write_atomically
 from angpt.training.plan import Plan, make_plan
 from angpt.training.run import Run, Summary
 
@@ -137,6 +137,7 @@ def failure_of(job: Job) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Refuse a folder in which no study can begin."""
+    check_name(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
 

@@ -46,10 +46,10 @@ def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> 
 def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Reporter, strategy: Strategy) -> Summary:
     """Continue a run on the processes of this launch."""
     check_same(run.config(), plan.config, run.path)
+    summary = strategy.share(run.summary)
+    if summary is not None and summary.status != "interrupted":
+        return summary  # before the lock, which a folder without permission to write cannot have
     with opened(run, reporter, strategy) as reporter:
-        summary = strategy.share(run.summary)
-        if summary is not None and summary.status != "interrupted":
-            return summary
         trainer = Trainer(plan, run, *data, reporter, strategy)
         if (path := strategy.share(lambda: newest_checkpoint(run))) is not None:
             trainer.load(path)
@@ -114,6 +114,8 @@ def open_data(plan: Plan) -> Data:
     splits = TokenData.open(path, "train"), TokenData.open(path, "val")
     if part := plan.config.data.tuning_split:
         border = round((1 - part) * splits[0].tokens)
+        if not 0 < border < splits[0].tokens:
+            raise UserError(f"data.tuning_split = {part} of {splits[0].tokens:,} tokens leaves a part without tokens")
         splits = splits[0].part(0, border), splits[0].part(border, splits[0].tokens)
     for data in splits:
         if data.max_token >= vocab:

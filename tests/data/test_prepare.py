@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models
 
 from angpt.data import prepare as prepare_module
 from angpt.data.journal import JOURNAL, Journal
@@ -290,6 +291,26 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch)
     data = TokenData.open(tmp_path / "out", "train")
     expected = load_tokenizer(tmp_path / "out").encode(text).ids
     assert data.read(0, data.tokens).tolist() == [*expected, data.eot]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (models.BPE(), "the tokenizer has no vocabulary"),
+        (models.WordLevel({"a": 0}, unk_token="a"), "the tokenizer has no end-of-text token"),
+        (models.WordLevel({"</s>": 0}), "the tokenizer cannot encode every text"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(corpus, tmp_path, model, message):
+    Tokenizer(model).save(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match=message):
+        prepare(corpus, tmp_path / "out", tokenizer=str(tmp_path / "t.json"), console=quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_no_line_break_in_its_name(corpus, tmp_path):
+    with pytest.raises(UserError, match="has control characters in its name"):
+        prepare(corpus, tmp_path / "a\nb", **OPTIONS)
 
 
 def test_progress_on_a_terminal_and_elsewhere(corpus, tmp_path):
