@@ -187,7 +187,7 @@ def decode(
 
 
 def _start(
-    device: Device, precision: Precision = "auto", architectures: Sequence[str] = (), **least: int
+    device: Device, precision: Precision = "auto", architectures: Sequence[str] | None = None, **least: int
 ) -> tuple[Console, "torch.device", "torch.dtype"]:
     """Check the options (those of `least` must be at least 1), and print the machine."""
     import torch
@@ -199,7 +199,9 @@ def _start(
     for option, value in least.items():
         if value < 1:
             raise UserError(f"--{option} {value}: must be at least 1")
-    for name in architectures:
+    if architectures is not None and not architectures:
+        raise UserError("--architectures: name at least one")
+    for name in architectures or ():
         architecture(name)
     where, console = present(choose_device(device)), terminal()
     found = environment(where)
@@ -218,6 +220,8 @@ def _measure(
     """Measure one case after the other; show its tables, and write all results so far."""
     from angpt.bench.measure import write_json
 
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: name a file in a folder that exists")
     results: list[T] = []
     for name, measure in measures.items():
         with console.status(Text(name)) as status:

@@ -4,6 +4,7 @@ In a process of its own a crash stays inside, memory is the run's own, and cores
 studies/cluster.py.
 """
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -173,7 +174,8 @@ class Processes:
         return self.taken
 
     def start(self, job: Job) -> None:
-        slot = min(set(range(self.slots)) - {run.slot for run in self.runs})
+        used = {run.slot for run in self.runs}
+        slot = next(number for number in itertools.count() if number not in used)
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_run, args=(job, slot, self.threads, theirs), name=job.folder.name)
         process.start()

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
@@ -17,13 +17,11 @@ TAIL_BYTES = 65_536
 """How much of the end of metrics.jsonl `newest_values` reads."""
 NEWEST = ("step", "loss", "val_loss", "tokens_per_s")
 """Quantities of `newest_values`."""
-MOST_RECORDS = 4096
+MOST_RECORDS = 1024
 """Above this number, records of a kind are thinned evenly: a figure does not show more."""
-Kind = Literal["val", "layers", "moments"]
-KINDS: tuple[Kind, ...] = ("val", "layers", "moments")
-"""Kinds of records that are read; the others, one per training step, are most lines of the file."""
-KIND, TRAIN = b'{"kind": "', b'{"kind": "train"'
-"""How every line begins, and how those of training steps do."""
+KIND = b'{"kind": "'
+"""How every line begins."""
+KINDS = ("train", "val", "layers", "moments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +60,39 @@ class RunRecord:
     @cached_property
     def evaluations(self) -> tuple[Evaluation, ...]:
         """All evaluations, in order."""
-        found = self._metrics["val"]
-        return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in found)
-
-    @property
-    def layers(self) -> tuple[dict[str, Any], ...]:
-        """Records of each layer: input norm, α, row norms."""
-        return self._metrics["layers"]
-
-    @property
-    def moments(self) -> tuple[dict[str, Any], ...]:
-        """Variances of Adam's first moment, of a run with `record_moments`."""
-        return self._metrics["moments"]
+        return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
 
     @cached_property
-    def _metrics(self) -> dict[str, tuple[dict[str, Any], ...]]:
-        """The records of each kind."""
-        run, lines = Run(self.path), {kind: _Thinned() for kind in KINDS}
-        where = f"{run.metrics}: cannot be read"
-        try:
-            for number, line in run.lines():
-                if not line.startswith(TRAIN):
-                    where = f"{run.metrics}, line {number}: cannot be read"
-                    kind = line[len(KIND) : line.find(b'"', len(KIND))].decode(errors="replace")
-                    lines[typed(Kind, kind, "kind")].add(number, line)
-            found: dict[str, tuple[dict[str, Any], ...]] = {}
-            for kind, kept in lines.items():
-                records: list[dict[str, Any]] = []
-                for number, line in kept:
-                    where = f"{run.metrics}, line {number}: cannot be read"
-                    records.append(_record(line, kind, records[0] if records else {}))
-                found[kind] = tuple(record for record in records if not _has_null(record))
-            return found
-        except UserError as error:
-            raise UserError(f"{where} ({error}); repeat the run") from error
+    def layers(self) -> tuple[dict[str, Any], ...]:
+        """Records of each layer: input norm, α, row norms."""
+        return tuple(self._records("layers"))
+
+    @cached_property
+    def moments(self) -> tuple[dict[str, Any], ...]:
+        """Variances of Adam's first moment, of a run with `record_moments`."""
+        return tuple(self._records("moments"))
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind; those of each layer must have the same names and numbers of layers."""
+        run, lines, found = Run(self.path), _Thinned(), list[dict[str, Any]]()
+        for number, line in run.lines():
+            own = line[len(KIND) : line.find(b'"', len(KIND))].decode(errors="replace")
+            if own == kind:
+                lines.add(number, line)
+            elif own not in KINDS:
+                raise UserError(f"{run.metrics}, line {number}: is no record of a run; restore it or repeat the run")
+        for number, line in lines:
+            try:
+                record = _record(line, kind)
+                if not _has_null(record):
+                    found.append(record)
+                    if kind != "val" and _layers(record) != _layers(found[0]):
+                        raise UserError("other names or another number of layers than the first record")
+            except UserError as error:
+                raise UserError(
+                    f"{run.metrics}, line {number}: cannot be read ({error}); restore it or repeat the run"
+                ) from error
+        return found
 
 
 class _Thinned:
@@ -121,8 +118,7 @@ class _Thinned:
             yield self.last
 
 
-def _record(line: bytes, kind: str, first: dict[str, Any]) -> dict[str, Any]:
-    """A record of a kind; one of each layer must have the names and the number of layers of the first."""
+def _record(line: bytes, kind: str) -> dict[str, Any]:
     record = typed(dict[str, Any], parse_json(line), "the line")
     for name in ("step", "tokens"):
         typed(int, record.get(name), name)
@@ -133,8 +129,6 @@ def _record(line: bytes, kind: str, first: dict[str, Any]) -> dict[str, Any]:
     for name, value in record.items():
         if name not in ("kind", "step", "tokens"):
             typed(float | None | tuple[float | None, ...], value, name, finite=True)
-    if first and _layers(record) != _layers(first):
-        raise UserError("other names or another number of layers than the first record")
     return record
 
 

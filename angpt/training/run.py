@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -88,7 +89,8 @@ class Run:
         return cls(path)
 
     def config(self) -> TrainConfig:
-        return read_toml(TrainConfig, self.path / "config.toml")
+        stat = (self.path / "config.toml").stat()
+        return _config(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def write_config(self, config: TrainConfig) -> None:
         """Replace the configuration if it differs."""
@@ -127,6 +129,11 @@ class Run:
         with suppress(FileNotFoundError), (self.path / ".lock").open("r") as file:
             return not _take(file, fcntl.LOCK_SH)
         return False
+
+
+@lru_cache(maxsize=8192)
+def _config(folder: Path, *_version: int) -> TrainConfig:
+    return read_toml(TrainConfig, folder / "config.toml")
 
 
 def _take(file: IO[str], kind: int) -> bool:

@@ -147,7 +147,7 @@ def test_damaged_files_are_named(runs, tmp_path):
     shutil.copytree(runs["angpt"], broken)
     with (broken / "metrics.jsonl").open("a") as file:
         file.write("{broken}\n")
-    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 22: is no record of a run"):
         analyse([broken], ["norms"], tokens=TOKENS)
     shutil.rmtree(broken / "checkpoints")
     (broken / "metrics.jsonl").write_text("")
