@@ -79,7 +79,7 @@ def test_damage_is_an_error_that_names_the_line(run, text, message):
 def test_records_of_layers_that_differ_are_an_error(run):
     other = LINES[1] | {"input_norm": [1.0, 2.0, 3.0]}
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in (LINES[1], other)))
-    with pytest.raises(UserError, match="line 2: .*other names or another number of layers than the first record"):
+    with pytest.raises(UserError, match=r"line 2: .*other names or another number of layers than the first record"):
         RunRecord.open(run.path).layers  # noqa: B018
 
 
