@@ -1,8 +1,7 @@
-"""Operating system: atomic writes of files and folders, locks, checksums, available cores."""
+"""Operating system: atomic writes of files and folders, locks, checksums of files, available cores."""
 
 import fcntl
 import hashlib
-import json
 import os
 import platform
 import secrets
@@ -11,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from angpt.errors import UserError
 
@@ -35,10 +33,9 @@ def write_atomically(path: Path, text: str) -> None:
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
+    check_new_name(path)
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
-    if os.fsencode(path).decode(errors="replace") != str(path):
-        raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
     part = path.with_name(f".{path.name}.part")
     try:
         remove(part)  # left by a killed process
@@ -99,6 +96,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_new_name(path: Path) -> None:
+    """Raise an error if the name of a new folder has control characters, or is not UTF-8."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
+        raise UserError(f"{path}: has control characters in its name; choose another --out")
+    if os.fsencode(path).decode(errors="replace") != str(path):
+        raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
+
+
 def sync(path: Path) -> None:
     """Flush a file or the entries of a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -111,24 +116,6 @@ def sync(path: Path) -> None:
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def seal(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a JSON file with their checksum, which `unseal` compares."""
-    return values | {"checksum": _checksum(values)}
-
-
-def unseal(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without their checksum; a ValueError if it is wrong. Files of earlier versions have none."""
-    rest = dict(values)
-    expected = rest.pop("checksum", None)
-    if expected is not None and expected != _checksum(rest):
-        raise ValueError("the checksum is wrong: the file has been changed or is damaged")
-    return rest
-
-
-def _checksum(values: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def available_cores() -> int:

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from angpt.config import read_toml
 from angpt.errors import UserError
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet

@@ -18,10 +18,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from angpt.config import read_json
 from angpt.data.verify import contents
 from angpt.errors import UserError
-from angpt.system import check_name, file_sha256, seal, write_atomically
+from angpt.serialization import read_json, seal
+from angpt.system import check_name, file_sha256, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -106,7 +106,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        return read_json(cls, folder / INDEX, FORMAT, "delete the folder and prepare it again")
+        return read_json(cls, folder / INDEX, "delete the folder and prepare it again", FORMAT)
 
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.val
@@ -221,7 +221,7 @@ class TokenData:
 
     @cached_property
     def tokens(self) -> int:
-        return int(self._ends[-1])
+        return sum(file.tokens for file in self.files)
 
     def part(self, start: int, stop: int) -> Self:
         """The tokens start … stop − 1 as a `TokenData`."""
@@ -337,6 +337,8 @@ def _bin_file(path: Path) -> BinFile:
             raise UserError(f"{path}: llm.c format version {header[1]}; only version {LLMC_VERSION} can be read")
         tokens = int(header[2])
         check_size(path, LLMC_HEADER_BYTES + 2 * tokens)
+        if tokens == 0:
+            raise UserError(f"{path}: has no tokens; prepare it again")
         return BinFile(path, LLMC_HEADER_BYTES, tokens)
     if size == 0 or size % 2:
         raise UserError(f"{path}: {size:,} bytes are not a sequence of uint16 tokens; the file is empty or truncated")

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from angpt.system import available_cores, seal, unseal, write_atomically
+from angpt.errors import UserError
+from angpt.serialization import json_values, seal, unseal
+from angpt.system import available_cores, write_atomically
 
 VERIFIED = ".verified.json"
 """File beside the tokens, with the contents of each file and the version of it that was read."""
@@ -77,8 +79,8 @@ def _memory(folder: Path) -> Path:
 
 
 def _remembered(folder: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, TypeError):
-        return unseal(json.loads(_memory(folder).read_text(encoding="utf-8")))
+    with suppress(UserError):
+        return unseal(json_values(_memory(folder)))
     return {}
 
 

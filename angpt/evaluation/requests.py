@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.serialization import from_dict, parse_json
 
 T = TypeVar("T")
 Tokens = Sequence[int]
@@ -149,7 +149,7 @@ def _save(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> None:
 def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], T]:
     try:
         with safe_open(path, framework="numpy") as file:
-            about = from_dict(cls, json.loads((file.metadata() or {})["about"]))
+            about = from_dict(cls, parse_json((file.metadata() or {})["about"]), finite=True)
             return {name: file.get_tensor(name) for name in names}, about
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, UserError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete it and create it again") from error

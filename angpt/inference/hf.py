@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from angpt.config import TrainConfig, read_toml, to_toml
+from angpt.config import TrainConfig
 from angpt.constraints import is_matrix
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import end_token, vocab_size
@@ -25,6 +25,7 @@ from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
 from angpt.present.words import without_html
+from angpt.serialization import read_toml, to_toml
 from angpt.system import new_folder, write_atomically
 from angpt.training import checkpoint
 from angpt.training.run import Run

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
+from angpt.errors import one_line
 from angpt.stats import Interval
 
 NONE = "–"
@@ -105,9 +106,8 @@ def tied(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters other than line breaks and tabs as escapes: a terminal must not obey them."""
-    hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(hidden, lambda found: found[0].encode("unicode_escape").decode(), text)
+    """The text with control characters other than line breaks and tabs as escapes."""
+    return re.sub(r"[^\n\t]+", lambda found: one_line(found[0]), text)
 
 
 def without_html(markdown: str) -> str:

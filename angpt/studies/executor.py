@@ -4,6 +4,7 @@ In a process of its own a crash stays inside, memory is the run's own, and cores
 studies/cluster.py.
 """
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from angpt.errors import UserError
-from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, explain
+from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, reason
 from angpt.system import available_cores
 
 POLL_SECONDS = 0.25
@@ -135,7 +136,7 @@ class InProcess:
             if bring_to_end(job, reporter_for(self.console)).status == "interrupted":
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
         except Exception as error:
-            failure = explain(error)
+            failure = reason(error)
         self.over.append(Ended(job, failure))
 
     def wait(self, seconds: float) -> list[Ended]:
@@ -175,7 +176,8 @@ class Processes:
         return self.taken
 
     def start(self, job: Job) -> None:
-        slot = min(set(range(self.slots)) - {run.slot for run in self.runs})
+        used = {run.slot for run in self.runs}
+        slot = next(number for number in itertools.count() if number not in used)
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_run, args=(job, slot, self.threads, theirs), name=job.folder.name)
         _start_server()
@@ -230,7 +232,7 @@ def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     try:
         bring_to_end(job, Quiet())
     except Exception as error:
-        pipe.send(explain(error))
+        pipe.send(reason(error))
 
 
 def _end_with_the_parent() -> None:

@@ -1,6 +1,7 @@
 """From the grids of a study to its runs: what they are called, and what their settings are."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -13,6 +14,8 @@ from angpt.training.plan import count, rule_for
 
 SMALL = 100_000_000
 """Parameters below which `beta2_below_100M` holds."""
+MOST_VALUES = 1000
+"""Values to which a grid may grow along an axis."""
 TUNING_RATIO = 2.0
 TUNING_REACH = 16.0
 """Factor by which trials may go beyond their first and last rate unless lr_limits are given."""
@@ -173,17 +176,22 @@ def _sequences(tokens: float, context: int) -> int:
 def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, list[float]]:
     """The largest extent of the lines within their limits, for an upper bound of the cost."""
     rates = sorted({rate for line in start.values() for rate in line})
-    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits)
-    return {
-        round(batch): [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start))]
-        for batch in batches
-    }
+    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits, "batch_limits")
+    grown = [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start), "lr_limits")]
+    return {round(batch): grown for batch in batches}
 
 
-def _lattice(values: list[float], limits: tuple[float, ...]) -> list[float]:
+def _lattice(values: list[float], limits: tuple[float, ...], name: str) -> list[float]:
     if not limits or len(values) < 2:
         return values
-    found, (low, high) = list(values), limits
+    (low, high), below, above = limits, values[0] / values[1], values[-1] / values[-2]
+    steps = math.log(low / values[0]) / math.log(below) + math.log(high / values[-1]) / math.log(above)
+    if len(values) + steps > MOST_VALUES:
+        raise UserError(
+            f"grid.{name}: with the ratio of the grid there are more than {MOST_VALUES:,} values between them; "
+            "name values that are further apart, or narrower limits"
+        )
+    found = list(values)
     while (value := found[0] * found[0] / found[1]) >= low * (1 - SLACK):
         found.insert(0, value)
     while (value := found[-1] * found[-1] / found[-2]) <= high * (1 + SLACK):

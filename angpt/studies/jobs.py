@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from angpt.config import TrainConfig, differences
 from angpt.data.shards import INDEX, Index
-from angpt.errors import UserError
+from angpt.errors import UserError, explain, one_line
 from angpt.results import State
-from angpt.system import write_atomically
+from angpt.system import check_new_name, write_atomically
 from angpt.training.plan import Plan, make_plan
 from angpt.training.run import Run, Summary
 
@@ -117,11 +117,10 @@ def _wait_for_lock(run: Run) -> None:
             time.sleep(0.2)
 
 
-def explain(error: Exception) -> str:
-    """The reason of a failure: one line for a mistake of the user, with a traceback for any other error."""
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+def reason(error: Exception) -> str:
+    """The reason of a failure: one line, with a traceback for an error of the program itself."""
+    line = explain(error)
+    return line or f"{one_line(f'{type(error).__name__}: {error}')}\n{''.join(traceback.format_exception(error))}"
 
 
 def note_failure(job: Job, text: str) -> None:
@@ -139,6 +138,7 @@ def failure_of(job: Job) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Refuse a folder in which no study can begin."""
+    check_new_name(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
 

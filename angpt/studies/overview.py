@@ -48,7 +48,7 @@ class Overview:
                 record = {} if state == "running" else newest_values(job.folder)
                 loss = _number(record.get("val_loss"), ".4f")
                 told = f"{state}, validation loss {loss}" if loss else state
-                self.console.print(printable(f"{job.folder.name}: {told}"), highlight=False, soft_wrap=True)
+                self.console.print(f"{job.folder.name}: {told}")
 
 
 def _table(states: dict[Job, State]) -> Table:

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from angpt.config import to_toml
 from angpt.errors import UserError
 from angpt.present.words import plural
 from angpt.results import RESULT, Result, RunResult
+from angpt.serialization import to_toml
 from angpt.studies.compare import read_config
 from angpt.studies.config import Grid, StudyConfig
 from angpt.studies.executor import Pool, execute

@@ -26,19 +26,26 @@ MARGIN_SECONDS = 60.0
 
 def launched_ranks() -> int:
     """The number of processes of this launch; 1 without a launcher."""
-    return _number("WORLD_SIZE") if "RANK" in os.environ else 1
+    return _launched()[1]
 
 
 def launched_rank() -> int:
     """The rank of this process; 0 without a launcher."""
-    return _number("RANK") if "RANK" in os.environ else 0
+    return _launched()[0]
 
 
-def _number(name: str) -> int:
-    value = os.environ.get(name, "")
-    if not value.isdecimal():
-        raise UserError(f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset RANK")
-    return int(value)
+def _launched() -> tuple[int, int]:
+    """Rank and number of ranks, from the environment."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    texts = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    for name, value in texts.items():
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise UserError(f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset RANK")
+    rank, ranks = map(int, texts.values())
+    if rank >= ranks:
+        raise UserError(f"RANK = {rank} must be below WORLD_SIZE = {ranks}; start with torchrun, or unset RANK")
+    return rank, ranks
 
 
 def restarted() -> bool:

@@ -8,13 +8,15 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 
-from angpt.config import TrainConfig, from_dict, read_toml, to_toml
+from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.serialization import check_settings, parse_json, read_json, read_toml, to_toml
 from angpt.system import LOCK, locked, new_folder, try_lock, write_atomically
 from angpt.version import __version__
 
@@ -45,6 +47,10 @@ class Summary:
     """Name of the last good checkpoint."""
     environment: dict[str, str]
     """Versions, commit and hardware."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "positive", lambda value: value > 0, "steps", "val_loss", "parameters", "flops_per_token")
+        check_settings(self, "0 or more", lambda value: value >= 0, "step", "tokens", "seconds", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,8 @@ class Run:
         return cls(path)
 
     def config(self) -> TrainConfig:
-        return read_toml(TrainConfig, self.path / "config.toml")
+        stat = (self.path / "config.toml").stat()
+        return _config(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def write_config(self, config: TrainConfig) -> None:
         """Replace the configuration if it differs."""
@@ -92,20 +99,19 @@ class Run:
     def summary(self) -> Summary | None:
         """How the run ended; None while it is running, or if it was killed."""
         path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        try:
-            return from_dict(Summary, json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it and continue with --resume") from error
+        return read_json(Summary, path, "remove it and continue with --resume") if path.exists() else None
 
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n")
 
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The numbered lines of metrics.jsonl, without a last one that a killed process left incomplete."""
+        with suppress(FileNotFoundError), self.metrics.open("rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith(b"\n"))
+
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl; a last line that a killed process left incomplete is skipped."""
-        with suppress(FileNotFoundError), self.metrics.open(encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
+        """The records of metrics.jsonl."""
+        return (parse_json(line) for _, line in self.lines())
 
     def lock(self) -> AbstractContextManager[None]:
         """The lock of the folder, held in a `with` block."""
@@ -116,6 +122,11 @@ class Run:
         with suppress(FileNotFoundError), (self.path / LOCK).open("r") as file:
             return not try_lock(file.fileno(), fcntl.LOCK_SH)
         return False
+
+
+@lru_cache(maxsize=8192)
+def _config(folder: Path, *_version: int) -> TrainConfig:
+    return read_toml(TrainConfig, folder / "config.toml")
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from angpt.cli.main import main
-from angpt.config import read_toml, to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.results import Result
+from angpt.serialization import read_toml, to_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import Interrupted, Processes, execute
 from angpt.studies.folders import summarise_runs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from angpt.config import to_toml
+from angpt.serialization import to_toml
 from tests.studies.conftest import ONE, ROOT, tiny, write_study
 
 COMMANDS = {

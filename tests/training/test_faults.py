@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from angpt.config import to_toml
+from angpt.serialization import to_toml
 from angpt.training import checkpoint
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.config import to_toml
 from angpt.errors import UserError
 from angpt.operations import kernels_enabled
+from angpt.serialization import to_toml
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
@@ -131,11 +131,18 @@ def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
         ({"model__context": 4096, "batch_tokens": 4096, "micro_batch": 1}, "too few for one window"),
         ({"data__mask_documents": True}, "raw tokens do not say where documents end"),
         ({"wandb": True}, "wandb is not installed"),
+        ({"data__tuning_split": 1e-9}, "tuning_split = 1e-09 of 5,000 tokens leaves a part without tokens"),
     ],
 )
 def test_what_would_stop_a_run_is_found_before_its_folder_is_made(data, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         start(small(data, **overrides), tmp_path / "run", Quiet())
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_folder_has_no_line_break_in_its_name(data, tmp_path):
+    with pytest.raises(UserError, match="has control characters in its name; choose another --out"):
+        start(small(data), tmp_path / "a\nb", Quiet())
     assert not any(tmp_path.iterdir())
 
 

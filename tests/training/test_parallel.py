@@ -238,6 +238,9 @@ def test_the_rank_that_hangs_is_found(beats, silent, words):
         ({"RANK": "0"}, "WORLD_SIZE = '' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is no number"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK = 0 must be below WORLD_SIZE = 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 must be below WORLD_SIZE = 2"),
+        ({"RANK": "0", "WORLD_SIZE": "²"}, "WORLD_SIZE = '²' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the other ranks were not found at None:None"),
     ],
 )
