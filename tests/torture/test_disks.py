@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tests.torture.harness import Limits, changes, count, run, snapshot
+from tests.torture.harness import CASES, Limits, changes, count, run, snapshot
 from tests.torture.material import PREPARE, TRAIN, copied
 
 WRITERS = {
@@ -37,6 +37,7 @@ def test_full_disks(material, seed):
     size = int(10 ** rng.uniform(0, 5.5))
     with copied(material) as folder:
         before = snapshot(folder)
+        CASES["full disks"] += 1
         outcome = run(folder, *command, limits=Limits(file_bytes=size))
         assert outcome.problem is None, f"files of {size} bytes: angpt {command}: {outcome.problem}"
         assert outcome.code in (0, 2)

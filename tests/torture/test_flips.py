@@ -2,12 +2,11 @@
 the file as it is, and never gives other numbers because of damage that checksums can show."""
 
 import random
-import shutil
 
 import pytest
 
 from angpt.training import checkpoint
-from tests.torture.harness import changes, count, run, snapshot
+from tests.torture.harness import CASES, changes, count, run, snapshot
 from tests.torture.material import PREPARE, TRAIN, copied
 from tests.torture.test_kills import end_of
 
@@ -70,6 +69,7 @@ def test_flips(material, expected, seed):
         flip(rng, file)
         where = str(file.relative_to(folder))
         before = snapshot(folder)
+        CASES["flips"] += 1
         outcome = run(folder, *command)
         assert outcome.problem is None, f"{where}: angpt {command}: {outcome.problem}"
         if outcome.code == 2:
@@ -91,4 +91,3 @@ def test_every_checkpoint_damaged(material):
         assert outcome.code == 2
         assert outcome.problem is None
         assert not changes(before, snapshot(folder))
-        shutil.rmtree(folder / "runs")

@@ -2,20 +2,28 @@
 
 import json
 import random
-import shutil
 import time
 
 import pytest
 
 from angpt.training import checkpoint
 from angpt.training.run import Run
-from tests.torture.harness import Command, Limits, count, kill_after, run, seconds_of, snapshot, succeed
+from tests.torture.harness import CASES, Command, Limits, count, kill_after, run, seconds_of, snapshot, succeed
 from tests.torture.material import PREPARE, TRAIN, copied
 from tests.training.conftest import all_tensors, without_timing
 from tests.training.ranks import environment, free_port
 
 LONGER = ("--tokens", "12288", "--keep-checkpoints", "3")
 """48 steps, with a checkpoint after every other: most moments are inside the loop or a checkpoint."""
+RECIPES = {
+    "angpt": ("--arch", "angpt"),
+    "ngpt": ("--arch", "ngpt"),
+    "muon": ("--arch", "angpt", "--optimizer.name", "muon"),
+}
+MANY = {
+    "study": ("study", "run", "s.toml", "--workers", "2"),
+    "compare": ("compare", "--config", "c.toml", "--seeds", "0", "--budgets", "1024", "2048", "--workers", "2"),
+}
 
 
 def end_of(folder):
@@ -25,46 +33,50 @@ def end_of(folder):
     return without_timing(found), {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
-def again(folder, out, *options):
+def again(folder, *options):
     """The command that goes on with a run, which may not have begun."""
-    return ("train", "--resume", out) if (folder / out).exists() else (*TRAIN, out, *options)
+    return ("train", "--resume", "run") if (folder / "run").exists() else (*TRAIN, "run", *options)
+
+
+def check_end(folder, expected):
+    assert end_of(folder / "run") == expected
+    left = [path for path in folder.rglob("*") if ".part" in path.name]
+    assert not left, f"remains of a killed process: {left}"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(material):
-    """Seconds and ends of the runs that are killed below, by architecture."""
+    """Seconds and ends of the runs that are killed below, by recipe."""
     with copied(material, "c.toml", "data") as folder:
-        found = {}
-        for name in ("angpt", "ngpt"):
-            seconds = seconds_of(folder, *TRAIN, name, *LONGER, "--arch", name)
-            found[name] = seconds, end_of(folder / name)
-        return found
+        return {
+            name: (seconds_of(folder, *TRAIN, name, *LONGER, *options), end_of(folder / name))
+            for name, options in RECIPES.items()
+        }
 
 
-@pytest.mark.parametrize("seed", count(8, 200))
+@pytest.mark.parametrize("seed", count(9, 100))
 def test_training(material, undisturbed, seed):
     rng = random.Random(seed)
-    name = rng.choice(["angpt", "ngpt"])
+    name = list(RECIPES)[seed % len(RECIPES)]
     seconds, expected = undisturbed[name]
-    options = (*LONGER, "--arch", name)
+    options = (*LONGER, *RECIPES[name])
     with copied(material, "c.toml", "data") as folder:
         for _ in range(rng.randint(1, 3)):
-            if (ended := kill_after(folder, rng.uniform(0, seconds), *again(folder, "run", *options))) is not None:
+            if (ended := kill_after(folder, rng.uniform(0, seconds), *again(folder, *options))) is not None:
                 assert ended.code == 0, ended
-        outcome = run(folder, *again(folder, "run", *options))
+        outcome = run(folder, *again(folder, *options))
         assert outcome.code == 0, outcome
-        assert end_of(folder / "run") == expected
-        assert not list((folder / "run").rglob("*.part*")), "remains of a killed process"
+        check_end(folder, expected)
 
 
-def ranks(folder, size, *args):
+def ranks(folder, *args, size=2):
     """The command on several ranks of this machine, as torchrun would start them."""
     port = free_port()
     return [Command(folder, args, Limits(environment=environment(rank, size, port))) for rank in range(size)]
 
 
-def train_on_ranks(folder, *args, size=2):
-    for process in ranks(folder, size, *args):
+def train_on_ranks(folder, *args):
+    for process in ranks(folder, *args):
         outcome = process.wait()
         assert outcome is not None, "hangs"
         assert outcome.code == 0, outcome
@@ -75,33 +87,35 @@ def undisturbed_ranks(material):
     with copied(material, "c.toml", "data") as folder:
         found = {}
         for parallel in ("ddp", "fsdp"):
-            start = time.monotonic()
-            train_on_ranks(folder, *TRAIN, parallel, *LONGER, "--parallel", parallel)
-            found[parallel] = time.monotonic() - start, end_of(folder / parallel)
+            for recipe in ("angpt", "muon"):
+                start, name = time.monotonic(), f"{parallel}-{recipe}"
+                train_on_ranks(folder, *TRAIN, name, *LONGER, "--parallel", parallel, *RECIPES[recipe])
+                found[parallel, recipe] = time.monotonic() - start, end_of(folder / name)
         return found
 
 
-@pytest.mark.parametrize("seed", count(3, 60))
+@pytest.mark.parametrize("seed", count(4, 60))
 def test_ranks(material, undisturbed_ranks, seed):
     rng = random.Random(seed)
-    parallel = rng.choice(["ddp", "fsdp"])
-    seconds, expected = undisturbed_ranks[parallel]
-    options = (*LONGER, "--parallel", parallel, "--timeout", "60")
+    parallel, recipe = list(undisturbed_ranks)[seed % len(undisturbed_ranks)]
+    seconds, expected = undisturbed_ranks[parallel, recipe]
+    options = (*LONGER, "--parallel", parallel, *RECIPES[recipe], "--timeout", "60")
     with copied(material, "c.toml", "data") as folder:
-        processes = ranks(folder, 2, *again(folder, "run", *options))
-        time.sleep(rng.uniform(0, seconds))
+        processes = ranks(folder, *again(folder, *options))
+        time.sleep(rng.uniform(0.1, 0.9) * seconds)
         killed = rng.choice([[0], [1], [0, 1]])
         for number in killed:
             processes[number].kill()
+        CASES["kills of ranks"] += 1
         for number, process in enumerate(processes):
             outcome = process.wait()
             assert outcome is not None, f"rank {number} hangs after {killed} were killed"
             assert number in killed or outcome.problem is None, outcome
-        train_on_ranks(folder, *again(folder, "run", *options))
-        assert end_of(folder / "run") == expected
+        train_on_ranks(folder, *again(folder, *options))
+        check_end(folder, expected)
 
 
-@pytest.mark.parametrize("seed", count(5, 60))
+@pytest.mark.parametrize("seed", count(5, 40))
 def test_preparation(material, seed):
     rng = random.Random(seed)
     with copied(material, "text") as folder:
@@ -118,31 +132,24 @@ def results(folder):
     return found["complete"], {run["name"]: run["val_loss"] for run in found["runs"]}
 
 
-@pytest.mark.parametrize("seed", count(1, 12))
-@pytest.mark.parametrize("kind", ["study", "compare"])
-def test_many_runs(material, kind, seed):
-    rng = random.Random(seed)
-    command = {
-        "study": ("study", "run", "s.toml", "--workers", "2", "--out"),
-        "compare": (
-            "compare",
-            "--config",
-            "c.toml",
-            "--seeds",
-            "0",
-            "--budgets",
-            "1024",
-            "2048",
-            "--workers",
-            "2",
-            "--out",
-        ),
-    }[kind]
+@pytest.fixture(scope="module")
+def undisturbed_studies(material):
     with copied(material, "s.toml", "c.toml", "data") as folder:
-        seconds = seconds_of(folder, *command, "whole")
+        return {
+            kind: (seconds_of(folder, *command, "--out", kind), results(folder / kind))
+            for kind, command in MANY.items()
+        }
+
+
+@pytest.mark.parametrize("seed", count(1, 12))
+@pytest.mark.parametrize("kind", MANY)
+def test_many_runs(material, undisturbed_studies, kind, seed):
+    rng = random.Random(seed)
+    seconds, expected = undisturbed_studies[kind]
+    command = (*MANY[kind], "--out", "again")
+    with copied(material, "s.toml", "c.toml", "data") as folder:
         for _ in range(2):
-            kill_after(folder, rng.uniform(0, seconds), *command, "again")
-        succeed(folder, *command, "again")
-        assert results(folder / "again") == results(folder / "whole")
-        assert results(folder / "again")[0], "not complete"
-        shutil.rmtree(folder / "again")
+            kill_after(folder, rng.uniform(0, seconds), *command)
+        succeed(folder, *command)
+        assert results(folder / "again") == expected
+        assert expected[0], "not complete"
