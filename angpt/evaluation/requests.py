@@ -5,6 +5,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -143,7 +144,8 @@ def _save(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> None:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # then it was not made
+            part.unlink()
 
 
 def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], T]:
