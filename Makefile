@@ -2,7 +2,8 @@
 #   make compare   GPT+, nGPT and anGPT, and anGPT with Muon, side by side on this machine, and a page that shows it
 #   make test      style, types and behaviour
 # Further tests, which need nothing else: make test-slow (several processes, faults, compiled code). Those that take tens
-# of minutes or need a corpus, benchmarks, SLURM or a quiet machine, and are skipped without: make test-long.
+# of minutes or need a corpus, benchmarks, SLURM or a quiet machine, and are skipped without: make test-long. Kills,
+# full disks, permissions, damaged files and bad inputs, hundreds of each: make torture.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 
 PREPARED := data/stdlib/index.json
 
-.PHONY: compare test test-slow test-long lint format docs clean
+.PHONY: compare test test-slow test-long torture lint format docs audit clean
 
 compare: $(PREPARED)
 	$(BIN)/angpt compare --preset laptop --out studies/compare --architectures gpt+ ngpt angpt angpt:muon \
@@ -20,10 +21,15 @@ test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 
 test-slow: $(INSTALLED)
-	$(BIN)/pytest -m "slow and not long"
+	$(BIN)/pytest -m "slow and not long and not torture"
 
 test-long: $(INSTALLED)
 	$(BIN)/pytest -m long
+
+# The fault suite. FORM=short takes minutes, as in continuous integration.
+FORM ?= long
+torture: $(INSTALLED)
+	ANGPT_TORTURE=$(FORM) $(BIN)/pytest -n auto tests/torture
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -41,6 +47,12 @@ docs: $(INSTALLED)
 	$(BIN)/angpt factors --size 0.5B --figure docs/figures/concentration.png
 	$(BIN)/python -m angpt.bench.footprint
 	$(BIN)/python -m angpt.analysis.toy docs/figures
+	$(BIN)/python .ci/dependencies.py
+
+# Known vulnerabilities of the versions in constraints.txt; needs PyPI.
+audit: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
+	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

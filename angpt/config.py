@@ -1,21 +1,17 @@
 """Configuration as typed, frozen dataclasses. Every field carries its own documentation, which `--help` shows."""
 
 import dataclasses
-import json
 import math
 import re
-import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self
 
 import tyro
 
 from angpt.errors import UserError, nearest
+from angpt.serialization import INTEGERS, check_settings, from_dict, shown
 
-T = TypeVar("T")
 Device = Literal["auto", "cpu", "cuda"]
 Parallel = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -23,6 +19,10 @@ Step = Literal["auto", "plain", "kernels", "compiled"]
 """How a decode step is computed. plain: PyTorch operations. kernels: five hand-written kernels per layer, for small
 batches in bf16 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels
 where they apply, otherwise plain."""
+MOST_DIMENSIONS, MOST_LAYERS = 2**26, 10_000
+"""Largest dimensions of a model, far above those that can be trained: with larger ones, sizes of tensors overflow."""
+MOST_SECONDS = 1e7
+"""Longest timeout, 116 days."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,21 @@ class ModelConfig:
     """Factor of the activation (anGPT), as the paper quotes it. A no-op in exact arithmetic."""
 
     def __post_init__(self) -> None:
-        sizes = ("d_model", "n_layers", "n_heads", "vocab_size", "context", "d_ff")
-        check_settings(self, "positive", lambda value: value > 0, *sizes, prefix="model.")
+        sizes = ("d_model", "n_heads", "vocab_size", "context", "d_ff")
+        within = f"positive and at most {MOST_DIMENSIONS:,}"
+        check_settings(self, within, lambda value: 0 < value <= MOST_DIMENSIONS, *sizes, prefix="model.")
+        within = f"positive and at most {MOST_LAYERS:,}"
+        check_settings(self, within, lambda value: 0 < value <= MOST_LAYERS, "n_layers", prefix="model.")
         d, heads = self.d_model, self.n_heads
-        _require(d % heads == 0, f"model.n_heads = {heads} does not divide model.d_model = {d}")
+        if d % heads:
+            raise UserError(f"model.n_heads = {heads} does not divide model.d_model = {d}")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, "rotary_fraction", prefix="model.")
         rotary = self.rotary_fraction * self.d_head
-        _require(
-            rotary == int(rotary) and int(rotary) % 2 == 0,
-            f"model.rotary_fraction = {self.rotary_fraction} of a head of {self.d_head} gives {rotary:g} rotary "
-            "dimensions; they are rotated in pairs, so it must be an even whole number",
-        )
+        if rotary % 2:
+            raise UserError(
+                f"model.rotary_fraction = {self.rotary_fraction} of a head of {self.d_head} gives {rotary:g} rotary "
+                "dimensions; they are rotated in pairs, so it must be an even whole number"
+            )
         constants = ("rotary_base", "g_init", "alpha_init", "stored_scale", "nu_p", "nu_acf")
         check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, *constants, prefix="model.")
 
@@ -178,7 +182,9 @@ class OptimizerConfig:
     """Largest norm of the gradient; longer ones are clipped."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "positive", lambda value: value > 0, "lr", "adam_lr", "eps", "clip", prefix="optimizer.")
+        finite = "positive and finite"
+        check_settings(self, finite, lambda value: 0 < value < math.inf, "lr", "adam_lr", "eps", prefix="optimizer.")
+        check_settings(self, "positive", lambda value: value > 0, "clip", prefix="optimizer.")
         fractions = ("warmup", "final_lr", "weight_decay")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")
         decays = ("beta1", "beta2", "momentum")
@@ -245,8 +251,10 @@ class TrainConfig:
     """Also send metrics to Weights & Biases."""
 
     def __post_init__(self) -> None:
-        sizes = ("batch_tokens", "micro_batch", "eval_tokens", "keep_checkpoints", "shard_ranks", "timeout")
+        sizes = ("batch_tokens", "micro_batch", "eval_tokens", "keep_checkpoints", "shard_ranks")
         check_settings(self, "positive", lambda value: value > 0, *sizes, "eval_every", "log_every", "checkpoint_every")
+        within = f"positive and at most {MOST_SECONDS:,.0f}"
+        check_settings(self, within, lambda value: 0 < value <= MOST_SECONDS, "timeout")
         check_settings(self, "0 or more", lambda value: value >= 0, "layers_every")
         check_settings(self, "in [0, 2⁶³)", lambda value: 0 <= value < 2**63, "seed")
         if self.shard_ranks is not None and self.parallel != "fsdp":
@@ -279,10 +287,13 @@ moved: its fingerprint is compared with that of the checkpoint. Not among them: 
 loss is a mean, and `record_moments`, whose records are summed over a whole run."""
 
 
-def differences(one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS) -> list[str]:
-    """Dotted names of the settings that differ, without those in `ignored`."""
+def differences(
+    one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS
+) -> dict[str, tuple[Any, Any]]:
+    """Both values of each setting that differs, by dotted name, without those in `ignored`."""
     first, second = settings_of(one), settings_of(two)
-    return [name for name, value in first.items() if value != second[name] and name not in ignored]
+    pairs = {name: (value, second[name]) for name, value in first.items() if name not in ignored}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
@@ -302,11 +313,12 @@ def parse_budget(text: str, parameters: int) -> int:
     """A budget in tokens: "100M", "2e9", "1_000_000", or "20x" for twenty times the number of parameters."""
     match = re.fullmatch(r"([0-9]+(?:_[0-9]+)*\.?[0-9]*(?:[eE]\+?[0-9]{1,2})?)\s*([kKmMbBxX]?)", text.strip())
     if match is None:
-        raise UserError(f"tokens = {text!r} is not a budget; write a number (100M, 2e9) or a multiple (20x)")
+        raise UserError(f"tokens = {shown(text)} is not a budget; write a number (100M, 2e9) or a multiple (20x)")
     unit = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "x": parameters}[match[2].lower()]
-    budget = round(float(match[1]) * unit)
-    _require(budget > 0, f"tokens = {text!r} must be positive")
-    return budget
+    budget = float(match[1]) * unit
+    if not 0.5 < budget < INTEGERS:
+        raise UserError(f"tokens = {shown(text)} must be at least one token and below 2⁶³")
+    return round(budget)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -325,112 +337,3 @@ def preset(name: str) -> TrainConfig:
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}: {nearest(name, PRESETS)}")
     return from_dict(TrainConfig, PRESETS[name])
-
-
-def toml_values(path: Path) -> dict[str, Any]:
-    """The values of a TOML file; errors name the file."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise UserError(f"{path}: {'does not exist' if missing else f'cannot be read as TOML ({error})'}") from error
-
-
-def read_toml(cls: type[T], path: Path) -> T:
-    """A dataclass from a TOML file; errors name the file."""
-    values = toml_values(path)
-    try:
-        return from_dict(cls, values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-
-
-def read_json(cls: type[T], path: Path, version: int, advice: str) -> T:
-    """A dataclass from a JSON file whose `format` is `version`; errors name the file and end with `advice`."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values["format"] != version:
-            raise UserError(f"it has format {values['format']!r}, this version reads format {version}")
-        return from_dict(cls, values)
-    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); {advice}") from error
-
-
-def to_toml(config: Any, prefix: str = "") -> str:
-    """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary, and an array of tables
-    for a tuple of dataclasses. None is left out."""
-    values: list[str] = []
-    tables: list[str] = []
-    for name, value in (config if isinstance(config, dict) else vars(config)).items():
-        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-        if dataclasses.is_dataclass(value) or isinstance(value, dict):
-            tables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            tables += [f"\n[[{prefix}{key}]]\n{to_toml(item, f'{prefix}{key}.')}" for item in value]
-        elif value is not None:
-            # JSON and TOML write strings, numbers, booleans and lists of them alike, except infinity.
-            text = json.dumps(list(value) if isinstance(value, tuple) else value)
-            values.append(f"{key} = {'inf' if text == 'Infinity' else text}\n")
-    return "".join(values + tables)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
-def check_settings(config: Any, rule: str, holds: Callable[[Any], bool], *names: str, prefix: str = "") -> None:
-    """Raise an error unless each of these settings is None or satisfies the rule."""
-    for name in names:
-        value = getattr(config, name)
-        _require(value is None or holds(value), f"{prefix}{name} must be {rule}, not {value}")
-
-
-def from_dict(cls: type[T], values: dict[str, Any], where: str = "") -> T:
-    """A dataclass from plain values, such as those of a TOML file; nested tables become nested dataclasses.
-
-    An unknown key or a value of the wrong type is an error that names the key, with `where` before it.
-    """
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    types = get_type_hints(cls)
-    arguments = {}
-    for key, value in values.items():
-        path = f"{where}.{key}" if where else key
-        if key not in fields:
-            raise UserError(f"unknown key {path!r}: {nearest(key, fields)}")
-        arguments[key] = _convert(types[key], value, path)
-    return cls(**arguments)
-
-
-def _convert(kind: Any, value: Any, path: str) -> Any:
-    """`value` as the annotated type, or an error that names `path`. An int is converted where a float is expected."""
-    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    for option in options:
-        origin = get_origin(option)
-        if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return from_dict(option, value, path)  # type: ignore[arg-type]
-        if origin is Literal and value in get_args(option):
-            return value
-        if origin is tuple and isinstance(value, list | tuple):
-            return tuple(_convert(get_args(option)[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-        if origin is dict and isinstance(value, dict):
-            return {key: _convert(get_args(option)[1], v, f"{path}.{key}") for key, v in value.items()}
-        if option is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if origin is None and isinstance(value, option) and isinstance(value, bool) == (option is bool):
-            return value
-    if dataclasses.is_dataclass(get_args(kind)[0] if get_origin(kind) is tuple else None):
-        raise UserError(f"{path} must be a list of tables, each under [[{path}]]")
-    raise UserError(f"{path} must be {' or '.join(_words(options))}, not {value!r}")
-
-
-def _words(options: tuple[Any, ...]) -> list[str]:
-    """The allowed types in words, for an error message."""
-    plain = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", tuple: "a list"}
-    words: list[str] = []
-    for option in options:
-        if get_origin(option) is Literal:
-            words += map(repr, get_args(option))
-        elif option is not NoneType:
-            words.append(plain.get(get_origin(option) or option, "a table"))
-    return words

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from angpt.config import from_dict
-from angpt.errors import UserError
+from angpt.serialization import read_json
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -194,11 +193,7 @@ class Result:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The result.json of a study, stale or not."""
-        path = folder / RESULT
-        try:
-            return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); `angpt report {folder}` writes it again") from error
+        return read_json(cls, folder / RESULT, f"`angpt report {folder}` writes it again")
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-import numpy as np
-from numpy.typing import ArrayLike
+if TYPE_CHECKING:  # NumPy and SciPy are loaded where they are used: `angpt --help` does without
+    from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
 OUTLIER = 0.001
@@ -57,6 +57,8 @@ def quantile(freedom: float) -> float:
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """The mean of the values, with its interval from their standard deviation."""
+    import numpy as np
+
     n = len(values)
     error = float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return Interval.around(float(np.mean(values)), error, n - 1, n)
@@ -154,8 +156,9 @@ def relative_change(
     return Interval.around(mean_log(values) - mean_log(base), error, freedom, len(values)).map(math.expm1)
 
 
-def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None:
+def correlation(x: "ArrayLike", y: "ArrayLike", ranks: bool = False) -> float | None:
     """Pearson's correlation, or Spearman's of the ranks; None if x or y is constant."""
+    import numpy as np
     from scipy import stats
 
     if np.size(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
@@ -163,11 +166,13 @@ def correlation(x: ArrayLike, y: ArrayLike, ranks: bool = False) -> float | None
     return float((stats.spearmanr if ranks else stats.pearsonr)(x, y).statistic)
 
 
-def edge(values: ArrayLike) -> tuple[int, int]:
+def edge(values: "ArrayLike") -> tuple[int, int]:
     """The index of the lowest value of a grid, and its edge: −1 the first, 1 the last, 0 neither.
 
     Of equal lowest values, one inside the grid counts. A grid of one value has no edge.
     """
+    import numpy as np
+
     found = np.asarray(values, float)
     last = len(found) - 1
     hits = np.flatnonzero(found == found.min())

@@ -1,36 +1,44 @@
-"""Operating system: atomic writes of files and folders, checksums, available cores."""
+"""Operating system: atomic writes of files and folders, locks, checksums of files, available cores."""
 
+import fcntl
 import hashlib
 import os
+import platform
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from angpt.errors import UserError
 
+LOCK = ".lock"
+"""File in a folder that the process that writes to the folder holds locked."""
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # another process may write the same file
-    try:
-        with part.open("w", encoding="utf-8") as file:
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    with part.open("x", encoding="utf-8", errors="surrogateescape") as file:  # new, not a link; text may hold paths
+        try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
+    check_new_name(path)
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
     part = path.with_name(f".{path.name}.part")
     try:
-        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
+        remove(part)  # left by a killed process
         part.mkdir(parents=True)
         yield part
         for entry in [*part.rglob("*"), part]:
@@ -41,6 +49,59 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link, which leaves what it points to."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold the lock of the file `path` in a `with` block; the kernel releases it however the process ends.
+
+    If another process holds it, raise an error: the folder, `busy`, and that process.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
+    with os.fdopen(handle, "r+", encoding="utf-8") as file:
+        if not try_lock(handle, fcntl.LOCK_EX):
+            time.sleep(0.1)  # a process that asks whether it is locked holds it for a moment
+            if not try_lock(handle, fcntl.LOCK_EX):
+                raise UserError(f"{path.parent}: {busy} ({file.read().strip() or 'it has not said which'})")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
+
+
+def try_lock(handle: int, kind: int) -> bool:
+    """Try to lock an open file until it is closed; True if that succeeded."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def check_name(name: str) -> str:
+    """A file name that another file states; an error if it would lead out of the folder."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UserError(f"{name!r} is not the name of a file in its folder")
+    return name
+
+
+def check_new_name(path: Path) -> None:
+    """Raise an error if the name of a new folder has control characters, or is not UTF-8."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
+        raise UserError(f"{path}: has control characters in its name; choose another --out")
+    if os.fsencode(path).decode(errors="replace") != str(path):
+        raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
 
 
 def sync(path: Path) -> None:

@@ -64,7 +64,8 @@ def run_trials(trials: dict[str, dict[str, Any]], args: argparse.Namespace) -> N
     """Run what has not ended, until all is done or the next trial would not end before the time limit."""
     import torch
 
-    from angpt.config import TrainConfig, from_dict
+    from angpt.config import TrainConfig
+    from angpt.serialization import from_dict
     from angpt.training import launch, reporter
 
     torch._dynamo.config.recompile_limit = 64  # so that code compiled for one trial may stay for the next:

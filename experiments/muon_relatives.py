@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angpt.config import TrainConfig, from_dict
+from angpt.config import TrainConfig
 from angpt.models.variants import build
 from angpt.operations import Operation
 from angpt.optim import muon
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.states import ParameterState
+from angpt.serialization import from_dict
 from angpt.training import launch, reporter
 
 START = time.monotonic()

@@ -4,8 +4,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 import angpt
+from angpt.cli.main import main
+from angpt.errors import UserError
 from angpt.version import __version__
 from tests.command import angpt as run
 from tests.command import call
@@ -61,16 +64,78 @@ def test_factors(capsys):
 
 
 @pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (OSError(28, "No space left on device", "a/b"), "a/b: the disk is full, or a limit is reached (No space left"),
+        (OSError(36, "File name too long", "a\nb\udcff"), "a\\nb\\udcff: File name too long"),
+        (MemoryError(), "not enough memory; lower the sizes, or use a machine with more"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "not enough memory (DefaultCPUAllocator",
+        ),
+        (RecursionError("maximum recursion depth exceeded"), "values are nested too deeply"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "text is not valid Unicode"),
+        (OverflowError("int too large to convert to float"), "a number is too large (int too large"),
+        (
+            SafetensorError("IoError\nin two lines"),
+            "a file of tensors cannot be read or written (IoError\\nin two lines)",
+        ),
+        (UserError("first\nsecond"), "first\\nsecond"),
+    ],
+)
+def test_what_the_machine_does_wrong_is_one_line(capsys, monkeypatch, error, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("angpt.analysis.factor_report.factor_tables", fail)
+    code, out, err = call(capsys, "factors")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
+    monkeypatch.setenv("ANGPT_DEBUG", "1")
+    with pytest.raises(type(error)):
+        main(["factors"])
+
+
+def test_an_error_of_the_program_itself_has_its_traceback(monkeypatch):
+    monkeypatch.setattr("angpt.analysis.factor_report.factor_tables", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        main(["factors"])
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    command = [sys.executable, "-m", "angpt", "models", "--list-variants"]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: the disk is full, or a limit is reached (No space left on device)")
+    assert process.stderr.count("\n") == 1
+
+
+def test_text_is_never_markup(capsys, tmp_path):
+    folder = tmp_path / "[" / "x] [bold]:smile:"
+    folder.mkdir(parents=True)
+    code, out, _ = call(capsys, "factors", "--size", "32M", "--draws", "1", "--figure", folder / "[red]f.png")
+    assert code == 0
+    assert f"figure: {folder}/[red]f.png\n" in out
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (("models", "angtp"), "unknown architecture 'angtp': did you mean angpt"),
         (("factors", "--size", "33M"), "unknown model size '33M': did you mean 32M"),
-        (("models", "--contxt", "3"), "--contxt"),
-        (("nonsense",), "nonsense"),
+        (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --count?"),
+        (("nonsense",), "Unrecognized options: nonsense; Available subcommands: data, train,"),
+        (("train", "--seed", "x"), "Error parsing --seed: invalid literal for int() with base 10: 'x'"),
+        (("train", "--device", "tpu"), "invalid choice 'tpu' for argument '--device'. Expected one of ('auto',"),
+        (("data", "info"), "Missing from angpt data info: PATH A prepared folder"),
+        (("train", "--seed"), "Missing value for argument '--seed'"),
     ],
 )
-def test_mistakes_exit_with_2_and_no_traceback(capsys, args, message):
-    code, text = run(capsys, *args)
-    assert code == 2
-    assert message in text
-    assert "Traceback" not in text
+def test_mistakes_are_one_line_and_exit_with_2(capsys, args, message):
+    code, out, err = call(capsys, *args)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1

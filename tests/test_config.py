@@ -2,18 +2,19 @@ import re
 
 import pytest
 
-from angpt.config import ModelConfig, from_dict
+from angpt.config import ModelConfig
 from angpt.errors import UserError
+from angpt.serialization import from_dict
 
 BAD = {
     "n_heads = 3 does not divide model.d_model = 256": {"n_heads": 3},
     "gives 3 rotary dimensions": {"d_model": 12, "n_heads": 2},
     "gives 19.2 rotary dimensions": {"rotary_fraction": 0.3},
     "rotary_fraction must be in [0, 1], not 1.5": {"rotary_fraction": 1.5},
-    "n_layers must be positive, not -1": {"n_layers": -1},
-    "d_model must be positive, not 0": {"d_model": 0},
-    "vocab_size must be positive, not -5": {"vocab_size": -5},
-    "d_ff must be positive, not -5": {"d_ff": -5},
+    "n_layers must be positive and at most 10,000, not -1": {"n_layers": -1},
+    "d_model must be positive and at most 67,108,864, not 0": {"d_model": 0},
+    "vocab_size must be positive and at most 67,108,864, not -5": {"vocab_size": -5},
+    "d_ff must be positive and at most 67,108,864, not -5": {"d_ff": -5},
     "stored_scale must be positive and finite, not 0.0": {"stored_scale": 0.0},
     "alpha_init must be positive and finite, not inf": {"alpha_init": float("inf")},
     "unknown key 'n_layer': did you mean n_layers": {"n_layer": 3},

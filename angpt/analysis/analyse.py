@@ -15,11 +15,12 @@ from angpt.analysis.factors import FactorProbe, MeasuredFactor
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
-from angpt.config import Device, TrainConfig, from_dict
+from angpt.config import Device, TrainConfig
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import Source, open_source
 from angpt.present.words import label
+from angpt.serialization import read_json
 from angpt.system import write_atomically
 from angpt.training import checkpoint
 from angpt.training.hardware import choose_device, present
@@ -75,10 +76,7 @@ class Analysis:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        try:
-            return from_dict(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it and run `angpt analyze` again") from error
+        return read_json(cls, path, "remove it and run `angpt analyze` again")
 
     def write(self, path: Path) -> None:
         write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")

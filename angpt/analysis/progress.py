@@ -12,10 +12,8 @@ from angpt.analysis.analyse import Tick
 @contextmanager
 def progress(console: Console) -> Iterator[Tick]:
     """A function that shows the progress it is called with, inside the context."""
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn(),
-        console=console, transient=True,
-    )  # fmt: skip
+    name, share = TextColumn("{task.description}", markup=False), TextColumn("{task.percentage:.0f} %")
+    bar = Progress(name, BarColumn(), share, TimeElapsedColumn(), console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
     def tick(run: str, done: int, total: int) -> None:

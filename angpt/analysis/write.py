@@ -10,7 +10,7 @@ from angpt.analysis.shift_charts import SHIFT_CHARTS
 from angpt.analysis.tables import tables
 from angpt.present.charts import Chart, write_chart
 from angpt.present.layers import input_norms, row_norms
-from angpt.present.words import quantity
+from angpt.present.words import quantity, without_html
 from angpt.system import write_atomically
 
 
@@ -52,4 +52,4 @@ def markdown(analysis: Analysis, charts: Sequence[Chart], command: str) -> str:
         lines += ["## Figures", ""]
     for chart in charts:
         lines += [f"![{chart.alt}](figures/{chart.name}.png)", "", f"*{chart.title}. {chart.caption}*", ""]
-    return "\n".join(lines)
+    return without_html("\n".join(lines))

@@ -9,6 +9,7 @@ import tyro
 
 from angpt.config import Device
 from angpt.errors import UserError, nearest
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     from angpt.results import Result, RunResult
@@ -37,9 +38,7 @@ def analyze(
         tokens: Validation tokens to measure on.
         device: cpu, cuda, or auto: cuda if available.
     """
-    from rich.console import Console
-
-    console = Console()
+    console = terminal()
     for part in parts:
         if part not in (*ALL, TOY):
             raise UserError(f"unknown part {part!r}: {nearest(part, (*ALL, TOY))}")
@@ -75,13 +74,13 @@ def analyze(
             show(console, table)
         if found := claims(analysis):
             show(console, claims_table(found, "Claims of the paper"))
-        console.print(f"analysis: {page}", highlight=False, soft_wrap=True)
+        console.print(f"analysis: {page}")
     if TOY in parts:
         from angpt.analysis.toy import preconditioning_chart, residual_chart
         from angpt.analysis.write import write_charts
 
         write_charts([preconditioning_chart(), residual_chart()], target)
-        console.print(f"toy examples: {target / 'figures'}", highlight=False, soft_wrap=True)
+        console.print(f"toy examples: {target / 'figures'}")
 
 
 def expand(folders: Sequence[Path], chosen: "Callable[[Result], Sequence[RunResult]]") -> list[Path]:

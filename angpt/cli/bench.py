@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 from tyro.conf import arg
 
 from angpt.config import Device, Precision, Step, TrainConfig
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +71,6 @@ def train(
     console.print(
         f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
         f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
-        highlight=False,
     )
     compiled = where.type == "cuda" if compile == "auto" else compile == "on"
     options = (architectures, context, where, dtype, compiled, warmup, rounds, steps, profile)
@@ -78,7 +79,6 @@ def train(
     console.print(
         "Parts are timed separately, without a CUDA graph; constraint is what it adds to the optimizer. MFU is\n"
         "relative to the matrix product above, with six FLOPs per matrix entry and token, causal attention at half.",
-        highlight=False,
     )
 
 
@@ -184,16 +184,16 @@ def decode(
             raise UserError(f"--architectures {name}: decoding does not depend on the optimizer; leave out :muon")
     console, where, dtype = _start(device, precision, architectures, **least)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s", highlight=False)
+    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s")
     if transformers and not reference:
-        console.print("transformers is not installed: no reference", highlight=False)
+        console.print("transformers is not installed: no reference")
     options = (steps, prompt, tokens, where, dtype, rounds, reference)
     measures = {f"{size}, {rows} rows": partial(bench_decode, size, architectures, rows, *options) for rows in batches}
     _measure(console, where, out, measures, tables)
 
 
 def _start(
-    device: Device, precision: Precision = "auto", architectures: Sequence[str] = (), **least: int
+    device: Device, precision: Precision = "auto", architectures: Sequence[str] | None = None, **least: int
 ) -> tuple[Console, "torch.device", "torch.dtype"]:
     """Check the options (those of `least` must be at least 1), and print the machine."""
     import torch
@@ -205,11 +205,13 @@ def _start(
     for option, value in least.items():
         if value < 1:
             raise UserError(f"--{option} {value}: must be at least 1")
-    for name in architectures:
+    if architectures is not None and not architectures:
+        raise UserError("--architectures: name at least one")
+    for name in architectures or ():
         architecture(TrainConfig().with_recipe(name).model.architecture)
-    where, console = present(choose_device(device)), Console()
+    where, console = present(choose_device(device)), terminal()
     found = environment(where)
-    console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}", highlight=False)
+    console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}")
     low = precision == "bf16" or (precision == "auto" and where.type == "cuda")
     return console, where, torch.bfloat16 if low else torch.float32
 
@@ -224,10 +226,12 @@ def _measure(
     """Measure one case after the other; show its tables, and write all results so far."""
     from angpt.bench.measure import write_json
 
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise UserError(f"--out {out}: name a file in a folder that exists")
     results: list[T] = []
     for name, measure in measures.items():
-        with console.status(name) as status:
-            found = measure(lambda text, status=status, name=name: status.update(f"{name}: {text}"))  # type: ignore[misc]
+        with console.status(Text(name)) as status:
+            found = measure(lambda text, status=status, name=name: status.update(Text(f"{name}: {text}")))  # type: ignore[misc]
         show(console, *tables(found))
         results += found
         write_json(out, device, results)

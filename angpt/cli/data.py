@@ -7,6 +7,7 @@ import tyro
 
 from angpt.config import PrepareConfig
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 
 
 def prepare(
@@ -23,8 +24,6 @@ def prepare(
         out: Folder to write; data/ and the name of the source unless given.
         config: How text is prepared.
     """
-    from rich.console import Console
-
     from angpt.data.prepare import prepare as prepare_folder
 
     folder = out or Path("data") / default_name(sources)
@@ -32,7 +31,7 @@ def prepare(
     for name, split in (("train", index.train), ("val", index.val)):
         replaced = f", invalid UTF-8 replaced in {split.replaced:,} documents" if split.replaced else ""
         counts = f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes / 1e6:,.1f} MB of text"
-        Console().print(f"{folder}/{name}: {counts}{replaced}", highlight=False, soft_wrap=True)
+        terminal().print(f"{folder}/{name}: {counts}{replaced}")
 
 
 def info(path: Annotated[Path, tyro.conf.Positional], verify: bool = True, top: int = 10) -> None:
@@ -40,14 +39,13 @@ def info(path: Annotated[Path, tyro.conf.Positional], verify: bool = True, top: 
 
     Args:
         path: A prepared folder, or a folder or file of nanoGPT or llm.c tokens.
-        verify: Compare the checksums of all shards with the index.
+        verify: Read all shards again; otherwise only those that have changed since their checksums were compared.
         top: Number of most frequent tokens to show.
     """
-    from rich.console import Console
 
     from angpt.data.info import describe, render
 
-    Console().print(render(describe(path, verify, top)))
+    terminal().print(render(describe(path, verify, top)), soft_wrap=False)
 
 
 def default_name(sources: tuple[str, ...]) -> str:

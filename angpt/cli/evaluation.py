@@ -7,6 +7,7 @@ import tyro
 
 from angpt.config import Device, Precision
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 
 
 def evaluate(
@@ -63,8 +64,6 @@ def evaluate(
         raise UserError("name a run folder, a folded model or an export: angpt eval runs/NAME")
     if write_requests is not None and requests is not None:
         raise UserError("--write-requests makes requests and --requests scores them; give one of the two")
-    from rich.console import Console
-
     from angpt.evaluation import evaluate as evaluation
     from angpt.evaluation.results import show
     from angpt.evaluation.spread import command_line, evaluate_parts, own_part
@@ -73,7 +72,7 @@ def evaluate(
 
     prepared, benchmarks = sort_data(data)
     chosen = choose(tasks or (PAPER if benchmarks or write_requests else ()))
-    console = Console()
+    console = terminal()
     display = evaluation.Display(console)
     settings = evaluation.Settings.choose(device, precision, batch_tokens, limit)
     subjects = [open_subject(path) for path in models]

@@ -10,15 +10,14 @@ import tyro
 
 from angpt.cli.analysis import expand
 from angpt.errors import UserError, nearest
-from angpt.fits.reading import read_table
 from angpt.fits.records import Count, RunTable
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from angpt.present.charts import Absent, Chart
-
 Sources = Annotated[
     tuple[Path, ...],
     tyro.conf.Positional,
@@ -41,13 +40,12 @@ def hparams(
         multiple: Use only the runs with this many tokens per parameter: laws over the model size alone.
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
-    from rich.console import Console
 
     from angpt.fits.hparam_figures import sweeps, token_trends, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
 
-    console = Console()
+    console = terminal()
     if multiple is not None and not 0 < multiple < float("inf"):
         raise UserError(f"--multiple {multiple}: must be positive and finite")
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
@@ -66,7 +64,7 @@ def hparams(
         if not fit.trends:
             raise UserError("--write-rules: there is no law to write; the notes above say why")
         for line in write(write_rules, fit.trends, source):
-            console.out(f"rule: {write_rules}: {line}", highlight=False)
+            console.print(f"rule: {write_rules}: {line}")
 
 
 def scaling(
@@ -99,7 +97,6 @@ def scaling(
             them. Without several sizes in each bin its laws are those of the design (docs/table-j1.md).
         bins: Bins of equal logarithmic width for --paper.
     """
-    from rich.console import Console
 
     from angpt.fits.compute import Counting
     from angpt.fits.curve_figures import isoflop_curves, parametric_law
@@ -107,7 +104,7 @@ def scaling(
     from angpt.fits.scaling import Options, fit_scaling
     from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 
-    console = Console()
+    console = terminal()
     options = Options(Counting(count, attention), curves, bootstrap, seed, huber, paper, bins)
     table = _read(console, sources, (), architectures, curves)
     with console.status("fitting"):
@@ -121,6 +118,8 @@ def _read(
     console: "Console", sources: Sequence[Path], needed: Sequence[str], chosen: Sequence[str], curves: bool = False
 ) -> RunTable:
     """The runs of the chosen architectures, or of all."""
+    from angpt.fits.reading import read_table
+
     with console.status("reading runs"):
         table = read_table(expand(sources, lambda result: result.runs), needed, curves)
     known = table.architectures()
@@ -148,7 +147,7 @@ def _write(
     with console.status("drawing"):
         written = write_fit(out, name, values, charts)
     if "counting" in values:
-        console.out(values["counting"], highlight=False)
+        console.print(values["counting"])
     show(console, *tables)
     for line in [*(f"note: {note}" for note in values["notes"]), *written]:
-        console.out(line, highlight=False)
+        console.print(line)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from rich.console import Console
 
 from angpt.config import Device, Precision, Step
 from angpt.errors import UserError
 from angpt.inference.sampling import Sampling
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     from angpt.models.design import Design
@@ -35,7 +35,7 @@ def fold_command(
     from angpt.inference.fold import fold
     from angpt.inference.source import open_source
 
-    console = Console()
+    console = terminal()
     if table:
         show(console, operations_table(all_designs()))
         return
@@ -46,7 +46,7 @@ def fold_command(
     folder = out or model.with_name(f"{model.name}-folded")
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
     show(console, operations_table({source.cfg.architecture: folded.design}))
-    console.print(f"{folder}: folded; try: angpt generate {folder}", highlight=False, soft_wrap=True)
+    console.print(f"{folder}: folded; try: angpt generate {folder}")
 
 
 def all_designs() -> "dict[str, Design]":
@@ -143,7 +143,7 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
 
     folder = out or model.with_name(f"{model.name}-hf")
     export(open_source(model), folder)
-    Console().print(f"{folder}: exported", highlight=False, soft_wrap=True)
+    terminal().print(f"{folder}: exported")
 
 
 def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
@@ -157,7 +157,7 @@ def import_hf(model: Annotated[Path, tyro.conf.Positional], out: Path) -> None:
     from angpt.inference.source import open_source
 
     import_run(open_source(model), out)
-    Console().print(f"{out}: imported; try: angpt generate {out}", highlight=False, soft_wrap=True)
+    terminal().print(f"{out}: imported; try: angpt generate {out}")
 
 
 def place(model: "Folded", device: Device, precision: Precision) -> "Folded":

@@ -1,15 +1,18 @@
 """The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
 
+import contextlib
+import functools
 import inspect
+import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import tyro
-from rich.console import Console
 from rich.text import Text
 from tyro.extras import SubcommandApp
 
@@ -22,12 +25,10 @@ from angpt.cli.inference import export_hf, fold_command, generate_command, impor
 from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
 from angpt.cli.train import train_command
 from angpt.config import SIZES, ModelConfig
-from angpt.errors import UserError
+from angpt.errors import UserError, explain, one_line
 from angpt.present.tables import Table, show
+from angpt.present.terminal import terminal
 from angpt.version import __version__
-
-out = Console()
-err = Console(stderr=True)
 
 EXTRAS = {
     "report": ("scipy", "matplotlib", "jinja2"),
@@ -46,30 +47,77 @@ MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+    """Run the command line. A mistake of the user, a full disk or too little memory is one line on stderr and exit
+    code 2; ANGPT_DEBUG=1 in the environment shows the traceback instead."""
     args = list(sys.argv[1:] if argv is None else argv)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
     if args == ["--version"]:
         print(f"angpt {__version__}")
         return
     try:
-        make_app(args).cli(prog="angpt", description=DESCRIPTION, args=args or ["--help"], config=MARKERS)
-    except UserError as error:
-        _exit(str(error))
-    except ModuleNotFoundError as error:
-        extra = next((name for name, packages in EXTRAS.items() if error.name in packages), None)
-        if extra is None:
-            raise
-        _exit(f"this needs {error.name}: pip install 'angpt[{extra}]'")
+        parse(args)()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # `angpt … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
+    except Exception as error:
+        message = _missing_extra(error) if isinstance(error, ModuleNotFoundError) else explain(error)
+        if message is None or os.environ.get("ANGPT_DEBUG") == "1":
+            raise
+        _exit(message)
+
+
+def parse(args: Sequence[str]) -> Callable[[], None]:
+    """The command that the arguments name, with its options bound. The parser's error becomes one line."""
+    panel = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(panel):
+            options: dict[str, Any] = {"prog": "angpt", "description": DESCRIPTION, "config": MARKERS}
+            command: Callable[[], None] = make_app(args).cli(args=args or ["--help"], **options)
+            return command
+    except SystemExit as end:
+        if end.code != 2:
+            raise
+        raise UserError(_parser_message(panel.getvalue())) from end
+
+
+def _parser_message(panel: str) -> str:
+    """The parser's error, a title and sections in a box, in one line."""
+    lines = (line.strip(" │╭╮╰╯") for line in panel.splitlines())
+    text = "\n".join(re.sub(r"^─ .* ─+$", "-----", line) for line in lines)
+    _, problem, *rest = (
+        " ".join(part.split()) for part in re.split("^[─-]{5,}$", f"{text}\n-----", flags=re.MULTILINE)
+    )
+    problem = problem.rstrip(".")
+    for section in rest:
+        if section.startswith("Perhaps you meant"):
+            problem += f"; did you mean {' or '.join(dict.fromkeys(re.findall(r'--(?!help)[-a-z0-9.]+', section)))}?"
+        elif section.startswith("Available subcommands"):
+            problem += f"; {section}"
+    return f"{problem} (see angpt --help)"
+
+
+def _missing_extra(error: ModuleNotFoundError) -> str | None:
+    extra = next((name for name, packages in EXTRAS.items() if error.name in packages), None)
+    return None if extra is None else f"this needs {error.name}: pip install 'angpt[{extra}]'"
 
 
 def _exit(message: str) -> NoReturn:
-    err.print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the disk that the output goes to is full
+        _discard_output()
+    terminal(stderr=True).print(Text.assemble(("error:", "bold red"), " ", message))
     sys.exit(2)
+
+
+def _discard_output() -> None:
+    """Drop what standard output has not taken, or Python would try again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def models(
@@ -90,7 +138,7 @@ def models(
 
     if list_variants:
         known = [(name, " ".join((cls.__doc__ or "").split())) for name, cls in ARCHITECTURES.items()]
-        show(out, Table(("name", "what it is"), known, prose=True))
+        show(terminal(), Table(("name", "what it is"), known, prose=True))
         return
     rows = []
     for size, dimensions in SIZES.items():
@@ -101,7 +149,7 @@ def models(
             cells.append(f"{model.parameter_count() / 1e6:,.2f}M {model.flops_per_token() / 1e9:.3f}")
         rows.append((size, *map(str, dimensions), *cells))
     title = f"Parameters, and training GFLOPs per token at a context of {context:,}"
-    show(out, Table(("size", "d_m", "layers", "heads", *architectures), rows, title, left=()))
+    show(terminal(), Table(("size", "d_m", "layers", "heads", *architectures), rows, title, left=()))
 
 
 def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | None = None) -> None:
@@ -119,10 +167,20 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         raise UserError(f"draws must be at least 1, not {draws}")
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{figure}: a figure must be a .png, .svg or .pdf file")
-    show(out, *factor_tables(ModelConfig.size(size), draws, seed))
+    show(terminal(), *factor_tables(ModelConfig.size(size), draws, seed))
     if figure is not None:
         draw_concentration(figure, seed)
-        out.print(f"figure: {figure}")
+        terminal().print(f"figure: {figure}")
+
+
+def bound(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """A function with the same parameters that returns the command with these arguments, to be called later."""
+
+    @functools.wraps(command)
+    def bind(*args: Any, **kwargs: Any) -> Callable[[], None]:
+        return functools.partial(command, *args, **kwargs)
+
+    return bind
 
 
 def make_app(args: Sequence[str]) -> SubcommandApp:
@@ -132,12 +190,12 @@ def make_app(args: Sequence[str]) -> SubcommandApp:
 
     def single(name: str, command: Callable[..., None]) -> None:
         first = inspect.cleandoc(command.__doc__ or "").split("\n\n")[0]
-        app.command(name=name, help=None if name == asked else first)(command)
+        app.command(name=name, help=None if name == asked else first)(bound(command))
 
     def several(name: str, text: str, **commands: Callable[..., None]) -> None:
         group = SubcommandApp()
         for inner, command in commands.items():
-            group.command(name=inner)(command)
+            group.command(name=inner)(bound(command))
         app.command(group, name=name, help=text)
 
     several("data", "Text to tokens: prepare a folder to train from, or describe one.", prepare=prepare, info=info)

@@ -12,6 +12,7 @@ import tyro
 from angpt.cli.train import EXIT_INTERRUPTED, starting_point, without_rates
 from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from angpt.studies.compare import Comparison
 from angpt.system import available_cores
 
@@ -49,7 +50,6 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             out: Folder of the comparison; studies/ and the name of the preset unless given.
             workers: Runs at a time; one per GPU, or two on the CPU, unless given.
         """
-        from rich.console import Console
 
         from angpt.report import write_pages
         from angpt.studies.executor import Processes
@@ -63,14 +63,14 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         elif Study.open(folder).config != study.config:
             raise UserError(f"{folder}: holds another study (see its {FILE}); choose another --out")
         study.retry()
-        console = Console()
+        console = terminal()
         pool = Processes(default_workers() if workers is None else workers)
         result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
         _notes(console, result.notes)
         _check_failures(study, result)
         pages = write_pages(folder, result, folder, study.commands())
         shown = "".join(f"\nreport: {page}" for page in pages)
-        console.print(f"\n{result.verdict}\n{shown}", highlight=False, soft_wrap=True)
+        console.print(f"\n{result.verdict}\n{shown}")
 
     return compare
 
@@ -101,7 +101,6 @@ def study_run(
         hours: Time limit of a job, instead of that of the file.
         gpus: GPUs of a job, instead of those of the file.
     """
-    from rich.console import Console
 
     from angpt.present.tables import show
     from angpt.studies.executor import InProcess, Pool, Processes
@@ -114,7 +113,7 @@ def study_run(
         raise UserError(f"--{next(iter(asked))} is for --slurm")
     if slurm and workers is not None:
         raise UserError("--workers is for runs on this machine; with --slurm, at_most of [slurm] limits the jobs")
-    console = Console()
+    console = terminal()
     study = Study.read(_file(file), out or _folder(file))
     command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
     study.begin(_file(file), command, on_this_machine=not slurm)
@@ -135,7 +134,7 @@ def study_run(
         show(console, result_table(result))
     _notes(console, result.notes)
     _check_failures(study, result, "(--retry tries again)")
-    console.print(f"result: {study.folder / 'result.md'}", highlight=False, soft_wrap=True)
+    console.print(f"result: {study.folder / 'result.md'}")
 
 
 def _execute(study: "Study", pool: "Pool", console: "Console", stopped: str, live: bool = True) -> "Result":
@@ -147,20 +146,22 @@ def _execute(study: "Study", pool: "Pool", console: "Console", stopped: str, liv
         with Overview(console, live) as overview:
             return study.execute(pool, overview.tick)
     except Interrupted:
-        console.print(f"{study.folder}: {stopped}", soft_wrap=True, highlight=False)
+        console.print(f"{study.folder}: {stopped}")
         sys.exit(EXIT_INTERRUPTED)
 
 
 def _check_failures(study: "Study", result: "Result", advice: str = "(the same command tries again)") -> None:
-    """Raise an error that gives the reasons if runs failed."""
+    """Raise an error that gives the first reason if runs failed."""
     if failures := study.failures():
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
-        raise UserError(f"{study.folder}: {len(failures)} of {len(result.runs)} runs failed {advice}:{reasons}")
+        name, reason = next(iter(failures.items()))
+        others = f"; `angpt study status {study.folder}` tells why the others did" if len(failures) > 1 else ""
+        failed = f"{len(failures)} of {len(result.runs)} runs failed {advice}: {name}: {reason}{others}"
+        raise UserError(f"{study.folder}: {failed}")
 
 
 def _notes(console: "Console", notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True)
+        console.print(f"note: {note}")
 
 
 def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -169,21 +170,20 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         study: The folder of a study, or its file.
     """
-    from rich.console import Console
 
     from angpt.present.tables import show
     from angpt.studies.outcome import result_table
     from angpt.studies.progress import progress, status_lines, status_table
     from angpt.studies.study import Study
 
-    console = Console()
+    console = terminal()
     opened = Study.open(_folder(study))
     if study.is_file() and Study.read(study, opened.folder).config != opened.config:
         _notes(console, [f"{study}: was edited since {opened.folder} began; `angpt study run {study}` takes it over"])
     runs = progress(opened)
     show(console, status_table(runs))
     for line in status_lines(opened, runs):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     result = opened.result()
     if any(run.ended for run in result.runs):
         show(console, result_table(result))
@@ -200,7 +200,6 @@ def study_plan(
         out: Its folder, if it has been begun elsewhere than in studies/; runs that have ended cost nothing.
         tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given.
     """
-    from rich.console import Console
 
     from angpt.present.tables import show
     from angpt.studies.progress import ASSUMED_TFLOPS, plan_lines, plan_table, progress
@@ -209,10 +208,10 @@ def study_plan(
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops {tflops}: must be positive and finite")
     study = Study.read(_file(file), out or _folder(file))
-    runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, Console()
+    runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, terminal()
     show(console, plan_table(runs, rate))
     for line in plan_lines(study, runs, rate):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
 
 
 def _file(study: Path) -> Path:
@@ -244,7 +243,6 @@ def report(
             compared, for example of different sizes, have a page each, in folders below it.
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
-    from rich.console import Console
 
     from angpt.report import write_pages
     from angpt.studies.folders import summarise_runs
@@ -256,7 +254,7 @@ def report(
     if len(folders) == 1 and (folders[0] / FILE).exists():
         study = Study.open(folders[0])
         result = study.result()
-        _notes(Console(), result.notes)
+        _notes(terminal(), result.notes)
         pages = write_pages(study.folder, result, out or study.folder, study.commands())
     else:
         names = [Run.open(folder).config().recipe for folder in folders]
@@ -267,4 +265,4 @@ def report(
         target = out or Path("report")
         pages = write_pages(target, summarise_runs(folders, chosen), target, [command], folders)
     for page in pages:
-        Console().print(f"report: {page}", highlight=False, soft_wrap=True)
+        terminal().print(f"report: {page}")

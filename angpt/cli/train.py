@@ -10,8 +10,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from angpt.config import PRESETS, TrainConfig, preset, read_toml
+from angpt.config import PRESETS, TrainConfig, preset
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
+from angpt.serialization import read_toml
 from angpt.slurm import SlurmConfig
 
 EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
@@ -118,24 +120,22 @@ def queue(config: TrainConfig, folder: Path, cluster: SlurmConfig) -> None:
 def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
     """Train in each process of a job; return True if the run has ended."""
     import torch
-    from rich.console import Console
 
     from angpt.training.launch import start
     from angpt.training.reporter import PlainReporter
 
     torch.set_num_threads(threads)
-    return start(config, folder, PlainReporter(Console()), again=True).status != "interrupted"
+    return start(config, folder, PlainReporter(terminal()), again=True).status != "interrupted"
 
 
 def run_here(config: TrainConfig, folder: Path, resumed: bool) -> None:
     """Train in this process and print how the run ended, which also decides the exit code."""
-    from rich.console import Console
 
     from angpt.training.launch import resume, start
     from angpt.training.ranks import launched_rank
     from angpt.training.reporter import reporter_for
 
-    console = Console()
+    console = terminal()
     reporter = reporter_for(console)
     s = resume(folder, reporter, config) if resumed else start(config, folder, reporter)
     console.quiet = launched_rank() > 0  # rank 0 prints it
@@ -148,6 +148,6 @@ def run_here(config: TrainConfig, folder: Path, resumed: bool) -> None:
         "diverged": f"diverged at {where}: the loss or the gradient is not finite; "
         f"last good checkpoint: {s.checkpoint or 'none'}",
     }[s.status]
-    console.print(f"{folder}: {line}", highlight=False, soft_wrap=True)
+    console.print(f"{folder}: {line}")
     if s.status != "finished":
         sys.exit(EXIT_INTERRUPTED if s.status == "interrupted" else EXIT_DIVERGED)

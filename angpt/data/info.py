@@ -10,11 +10,10 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from angpt.data.shards import SPLITS, TOKENIZER, Index, SplitName, TokenData
+from angpt.data.shards import SPLITS, TOKENIZER, Index, SplitName, TokenData, check_shards
 from angpt.data.tokenizers import load_tokenizer
-from angpt.errors import UserError
 from angpt.present.tables import Table
-from angpt.system import file_sha256
+from angpt.present.words import printable
 
 BLOCK = 1 << 22
 SAMPLE_TOKENS = 128
@@ -46,22 +45,17 @@ class DataInfo:
     path: Path
     dtype: str
     index: Index | None
-    verified: bool
-    """True if the checksums of all shards were compared with the index, and agree."""
     splits: tuple[SplitInfo, ...]
 
 
 def describe(path: str | Path, verify: bool = True, top: int = 10) -> DataInfo:
-    """Describe a folder or file of tokens. With `verify`, a shard whose checksum differs from the index is an error."""
+    """Describe a folder or file of tokens. With `verify`, shards are read again that were verified before."""
     found = [TokenData.open(path, split) for split in SPLITS]
     index = found[0].index
     if index is not None and verify:
-        for shard in (*index.train.shards, *index.val.shards):
-            file = Path(path) / shard.file
-            if file_sha256(file) != shard.sha256:
-                raise UserError(f"{file}: has a wrong checksum; delete the folder and prepare it again")
+        check_shards(Path(path), index, (*index.train.shards, *index.val.shards), again=True)
     splits = tuple(_describe_split(data, top) for data in found)
-    return DataInfo(Path(path), found[0].dtype.name, index, index is not None and verify, splits)
+    return DataInfo(Path(path), found[0].dtype.name, index, splits)
 
 
 def render(info: DataInfo) -> RenderableType:
@@ -70,7 +64,7 @@ def render(info: DataInfo) -> RenderableType:
     if info.index is not None:
         recipe = info.index.recipe
         title += f"\n{' '.join(recipe.sources)}\ntokenizer {recipe.tokenizer} ({info.index.vocab_size:,} ids)"
-        title += ", checksums correct" if info.verified else ", checksums not verified"
+        title += ", checksums correct"
     rows = []
     for name in ("tokens", "documents", "text_bytes", "replaced", "files", "max_token", "vocabulary_used"):
         values = [getattr(split, name) for split in info.splits]
@@ -82,7 +76,8 @@ def render(info: DataInfo) -> RenderableType:
     first = info.splits[0]
     frequent = Text("most frequent: " + "  ".join(f"{token} {count / first.tokens:.2%}" for token, count in first.top))
     table = Table(("", *(split.split for split in info.splits)), rows).rich()
-    return Group(Text(title), table, frequent, Panel(Text(first.sample), title="start of train", title_align="left"))
+    sample = Panel(Text(printable(first.sample)), title="start of train", title_align="left")
+    return Group(Text(printable(title)), table, frequent, sample)
 
 
 def _describe_split(data: TokenData, top: int) -> SplitInfo:

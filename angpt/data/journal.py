@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from angpt.config import from_dict
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
+from angpt.serialization import from_dict, parse_json
+from angpt.system import LOCK, check_new_name, locked, write_atomically
 
 # Not .jsonl: if the folder is inside a source, that would be read as text.
 JOURNAL = "journal.log"
@@ -21,6 +23,14 @@ CHANGED = {
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A line of the journal: a finished shard."""
+
+    split: SplitName
+    shard: Shard
+
+
+@dataclass(frozen=True)
 class Journal:
     """The finished shards of a folder; each is recorded on disk at once."""
 
@@ -29,32 +39,44 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, recipe: Recipe) -> "Journal":
-        """Continue an interrupted run with the same recipe, or start one in a new or empty folder."""
+        """Continue an interrupted run with the same recipe, or start one."""
         path = folder / JOURNAL
         lines = _complete_lines(path)
         journal = cls(path, {split: [] for split in SPLITS})
         if not lines:
-            if folder.is_file() or (folder.exists() and any(file != path for file in folder.iterdir())):
-                raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
-            folder.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             journal._append(dataclasses.asdict(recipe))
             return journal
-        check_recipe(folder, from_dict(Recipe, json.loads(lines[0])), recipe)
-        path.write_text("".join(lines), encoding="utf-8")  # drops an incomplete last line
-        for line in map(json.loads, lines[1:]):
-            journal.shards[line["split"]].append(from_dict(Shard, line["shard"]))
+        try:
+            there = from_dict(Recipe, parse_json(lines[0]), finite=True)
+            finished = [from_dict(Finished, parse_json(line)) for line in lines[1:]]
+        except UserError as error:
+            raise UserError(f"{path}: cannot be read ({error}); delete {folder} and prepare it again") from error
+        check_recipe(folder, there, recipe)
+        write_atomically(path, "".join(lines))  # drops an incomplete last line
+        for entry in finished:
+            journal.shards[entry.split].append(entry.shard)
         return journal
 
     def add(self, split: SplitName, shard: Shard) -> None:
         self.shards[split].append(shard)
-        self._append({"split": split, "shard": dataclasses.asdict(shard)})
+        self._append(dataclasses.asdict(Finished(split, shard)))
 
     def _append(self, value: dict[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(value) + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def lock(folder: Path) -> AbstractContextManager[None]:
+    """The lock of a folder, held in a `with` block; the folder is made, or must be empty or an unfinished one."""
+    ours = (folder / INDEX).exists() or _complete_lines(folder / JOURNAL)
+    if folder.exists() and not ours and (folder.is_file() or {p.name for p in folder.iterdir()} - {JOURNAL, LOCK}):
+        raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
+    check_new_name(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return locked(folder / LOCK, "another process prepares this folder")
 
 
 def complete_index(folder: Path, recipe: Recipe) -> Index | None:
@@ -78,5 +100,5 @@ def check_recipe(folder: Path, there: Recipe, wanted: Recipe) -> None:
 
 def _complete_lines(path: Path) -> list[str]:
     """The lines of a file without an incomplete last one, which a killed run may leave; none if there is no file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return [f"{line}\n" for line in text.split("\n")[:-1]]

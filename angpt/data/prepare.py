@@ -21,11 +21,23 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
 from angpt.config import PrepareConfig
-from angpt.data.journal import Journal, complete_index
-from angpt.data.shards import FORMAT, SPLITS, TOKENIZER, Index, Recipe, ShardWriter, Split, SplitName, check_size
+from angpt.data.journal import Journal, complete_index, lock
+from angpt.data.shards import (
+    FORMAT,
+    SPLITS,
+    TOKENIZER,
+    Index,
+    Recipe,
+    ShardWriter,
+    Split,
+    SplitName,
+    check_shards,
+    check_size,
+)
 from angpt.data.sources import Piece, open_source, with_splits
-from angpt.data.tokenizers import end_of_text_id, fingerprint, load_tokenizer, vocab_size
+from angpt.data.tokenizers import check_usable, end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from angpt.system import available_cores, write_atomically
 
 SHARD_BYTES = 128 << 20
@@ -45,7 +57,7 @@ def prepare(
     console: Console | None = None,
 ) -> Index:
     """Make or finish the prepared folder `out`. A folder that is complete with the same recipe is left as it is."""
-    config, console = config or PrepareConfig(), console or Console()
+    config, console = config or PrepareConfig(), console or terminal()
     default_tokenizer, default_fraction = STDLIB_DEFAULTS if names == ("stdlib",) else DEFAULTS
     spec, fraction = config.tokenizer or default_tokenizer, config.val_fraction or default_fraction
     source = open_source(names, config.column, config.subset, config.hub_split)
@@ -55,6 +67,7 @@ def prepare(
 
     check_documents(documents, names)
     tokenizer = find_tokenizer(spec, out, documents)
+    check_usable(tokenizer)
     recipe = Recipe(
         sources=names,
         source_digest=source.digest,
@@ -68,22 +81,26 @@ def prepare(
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
-        console.print(f"{out} is complete already", soft_wrap=True)
+        console.print(f"{out} is complete already")
         return index
-    journal = Journal.begin(out, recipe)
-    write_atomically(out / TOKENIZER, tokenizer.to_str())
-    write_shards(documents, tokenizer, journal, shard_bytes, config.workers or available_cores(), console)
-    index = Index(
-        format=FORMAT,
-        dtype=dtype_name(tokenizer),
-        eot=end_of_text_id(tokenizer),
-        vocab_size=vocab_size(tokenizer),
-        recipe=recipe,
-        train=Split.of(journal.shards["train"]),
-        val=Split.of(journal.shards["val"]),
-    )
-    index.write(out)
-    journal.path.unlink()
+    with lock(out):
+        if (index := complete_index(out, recipe)) is not None:  # by a process that has just ended
+            return index
+        journal = Journal.begin(out, recipe)
+        write_atomically(out / TOKENIZER, tokenizer.to_str())
+        write_shards(documents, tokenizer, journal, shard_bytes, config.workers or available_cores(), console)
+        index = Index(
+            format=FORMAT,
+            dtype=dtype_name(tokenizer),
+            eot=end_of_text_id(tokenizer),
+            vocab_size=vocab_size(tokenizer),
+            recipe=recipe,
+            train=Split.of(journal.shards["train"]),
+            val=Split.of(journal.shards["val"]),
+        )
+        check_shards(out, index, (*index.train.shards, *index.val.shards))
+        index.write(out)
+        journal.path.unlink()
     return index
 
 
@@ -229,7 +246,7 @@ class Meter:
     INTERVAL = 10.0
 
     def __init__(self, console: Console) -> None:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         self.console = console
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("reading")
@@ -242,14 +259,14 @@ class Meter:
 
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
-        self.console.print(str(self), highlight=False, soft_wrap=True)
+        self.console.print(str(self))
 
     def add(self, chunk: Chunk, tokens: int) -> None:
         self.counts.update(chunk.counts, tokens=tokens)
         self.progress.update(self.task, description=str(self))
         if not self.console.is_terminal and time.monotonic() - self.printed > self.INTERVAL:
             self.printed = time.monotonic()
-            self.console.print(str(self), highlight=False, soft_wrap=True)
+            self.console.print(str(self))
 
     def __str__(self) -> str:
         tokens, megabytes = self.counts["tokens"], self.counts["text_bytes"] / 1e6

@@ -18,9 +18,10 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from angpt.config import read_json
+from angpt.data.verify import contents
 from angpt.errors import UserError
-from angpt.system import file_sha256, write_atomically
+from angpt.serialization import read_json, seal
+from angpt.system import check_name, file_sha256, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -48,6 +49,9 @@ class Shard:
     """Documents in which invalid UTF-8 was replaced."""
     max_token: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        check_name(self.file)
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,13 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        return read_json(cls, folder / INDEX, FORMAT, "delete the folder and prepare it again")
+        return read_json(cls, folder / INDEX, "delete the folder and prepare it again", FORMAT)
 
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.val
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / INDEX, json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False) + "\n")
+        write_atomically(folder / INDEX, json.dumps(seal(dataclasses.asdict(self)), indent=1) + "\n")
 
 
 class ShardWriter:
@@ -116,7 +120,8 @@ class ShardWriter:
 
     def __init__(self, path: Path) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
-        self.file = self.part.open("wb")
+        self.part.unlink(missing_ok=True)  # left by a killed process
+        self.file = self.part.open("xb")
         self.digest = hashlib.sha256()
         self.counts: Counter[str] = Counter()
         self.max_token = 0
@@ -156,12 +161,17 @@ class TokenData:
     dtype: np.dtype[Any]
     fingerprint: str
     """Equal for equal data: a hash of the checksums in the index, or of the size, head and tail of each raw file."""
+    max_token: int
+    """The largest id in the files."""
     index: Index | None = None
     """None for raw files, which have no index."""
 
     @classmethod
     def open(cls, path: str | Path, split: SplitName) -> Self:
-        """A prepared folder, or a folder or file of nanoGPT (`train.bin`) or llm.c (`*_train_*.bin`)."""
+        """A prepared folder, or a folder or file of nanoGPT (`train.bin`) or llm.c (`*_train_*.bin`).
+
+        Files that have changed since they were last opened are read: shards must have the checksums of the index.
+        """
         path = Path(path)
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; `angpt data prepare` makes one")
@@ -175,11 +185,11 @@ class TokenData:
         check_tokenizer(folder / TOKENIZER, index.recipe.tokenizer_fingerprint)
         dtype = np.dtype(index.dtype).newbyteorder("<")
         shards = index.split(split).shards
-        for shard in shards:
-            check_size(folder / shard.file, shard.tokens * dtype.itemsize)
+        check_shards(folder, index, shards)
         identity = json.dumps([index.dtype, *(shard.sha256 for shard in shards)])
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         files = tuple(BinFile(folder / shard.file, 0, shard.tokens) for shard in shards)
-        return cls(folder, split, files, dtype, hashlib.sha256(identity.encode()).hexdigest(), index)
+        return cls(folder, split, files, dtype, fingerprint, max(shard.max_token for shard in shards), index)
 
     @classmethod
     def _open_raw(cls, path: Path, split: SplitName) -> Self:
@@ -187,7 +197,9 @@ class TokenData:
         digest = hashlib.sha256()
         for file in files:
             digest.update(_head_and_tail(file.path))
-        return cls(path, split, files, np.dtype("<u2"), digest.hexdigest())
+        dtype = np.dtype("<u2")
+        found = contents([(file.path, file.offset) for file in files], dtype)
+        return cls(path, split, files, dtype, digest.hexdigest(), max(of_file.max_token for of_file in found))
 
     @property
     def eot(self) -> int | None:
@@ -208,15 +220,8 @@ class TokenData:
         return None if self.index is None else self.index.split(self.split).text_bytes
 
     @cached_property
-    def max_token(self) -> int:
-        """The largest id in the data; a raw file is read once for it."""
-        if self.index is not None:
-            return self.index.split(self.split).max_token
-        return max(int(self._shard(i).max()) for i in range(len(self.files)))
-
-    @cached_property
     def tokens(self) -> int:
-        return int(self._ends[-1])
+        return sum(file.tokens for file in self.files)
 
     def part(self, start: int, stop: int) -> Self:
         """The tokens start … stop − 1 as a `TokenData`."""
@@ -283,6 +288,20 @@ def check_tokenizer(path: Path, fingerprint: str) -> None:
         raise UserError(f"{path}: is not the tokenizer that the tokens were made with; prepare the data again")
 
 
+def check_shards(folder: Path, index: Index, shards: Sequence[Shard], again: bool = False) -> None:
+    """Raise an error unless shards are as the index says. They are read if they have changed, or with `again`."""
+    dtype = np.dtype(index.dtype).newbyteorder("<")
+    for shard in shards:
+        check_size(folder / shard.file, shard.tokens * dtype.itemsize)
+    found = contents([(folder / shard.file, 0) for shard in shards], dtype, again)
+    for shard, (sha256, max_token) in zip(shards, found, strict=True):
+        if (sha256, max_token) != (shard.sha256, shard.max_token) or max_token >= index.vocab_size:
+            raise UserError(
+                f"{folder / shard.file}: is damaged (its tokens are not those of {INDEX}); restore it, or delete the "
+                "folder and prepare it again"
+            )
+
+
 def check_size(path: Path, expected: int) -> None:
     if not path.exists():
         raise UserError(f"{path}: the shard is missing; restore it, or delete the folder and prepare it again")
@@ -318,6 +337,8 @@ def _bin_file(path: Path) -> BinFile:
             raise UserError(f"{path}: llm.c format version {header[1]}; only version {LLMC_VERSION} can be read")
         tokens = int(header[2])
         check_size(path, LLMC_HEADER_BYTES + 2 * tokens)
+        if tokens == 0:
+            raise UserError(f"{path}: has no tokens; prepare it again")
         return BinFile(path, LLMC_HEADER_BYTES, tokens)
     if size == 0 or size % 2:
         raise UserError(f"{path}: {size:,} bytes are not a sequence of uint16 tokens; the file is empty or truncated")

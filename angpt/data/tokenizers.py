@@ -49,7 +49,18 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
 
 def vocab_size(tokenizer: Tokenizer) -> int:
     """The largest id plus one, which exceeds the number of entries if ids are skipped."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def check_usable(tokenizer: Tokenizer) -> None:
+    """Raise an error unless the tokenizer has a vocabulary and an end-of-text token, and can encode any text."""
+    if vocab_size(tokenizer) == 0:
+        raise UserError("the tokenizer has no vocabulary; choose another one with --tokenizer")
+    end_of_text_id(tokenizer)
+    try:
+        tokenizer.encode("\ue000\uffff")  # in no vocabulary
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"the tokenizer cannot encode every text ({error}); give it an unknown token") from error
 
 
 def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
@@ -62,7 +73,7 @@ def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
     if local and not path.exists():
         raise UserError(f"{path}: no such tokenizer file")
     try:
-        return Tokenizer.from_file(str(path)) if local else Tokenizer.from_pretrained(spec)
+        return Tokenizer.from_buffer(path.read_bytes()) if local else Tokenizer.from_pretrained(spec)
     except Exception as error:  # the library raises nothing narrower
         reason = str(error).strip()[:200]
         if local:

@@ -78,11 +78,16 @@ class Display:
         self.console = console
 
     def note(self, text: str) -> None:
-        self.console.out(text, highlight=False)
+        self.console.print(text)
 
     @contextlib.contextmanager
     def bar(self, label: str) -> Iterator[Progress]:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
             line = bar.add_task(label, total=None)
             yield lambda done, total: bar.update(line, completed=done, total=total)

@@ -3,7 +3,9 @@ machines. A GPU node without network and without lm-eval needs only the requests
 
 import hashlib
 import json
+import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from angpt.config import from_dict
 from angpt.errors import UserError
+from angpt.serialization import from_dict, parse_json
 
 T = TypeVar("T")
 Tokens = Sequence[int]
@@ -134,19 +136,22 @@ class Scores:
 
 
 def _save(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(arrays, part, metadata={"about": json.dumps(asdict(about))})
         part.replace(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
+    finally:
+        with suppress(OSError):  # then it was not made
+            part.unlink()
 
 
 def _load(path: Path, cls: type[T], names: tuple[str, ...]) -> tuple[dict[str, NDArray[Any]], T]:
     try:
         with safe_open(path, framework="numpy") as file:
-            about = from_dict(cls, json.loads((file.metadata() or {})["about"]))
+            about = from_dict(cls, parse_json((file.metadata() or {})["about"]), finite=True)
             return {name: file.get_tensor(name) for name in names}, about
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, UserError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete it and create it again") from error

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.tasks import TASKS
 from angpt.present import tables
+from angpt.serialization import read_json
 from angpt.system import write_atomically
 
 RESULTS, SCORES = Path("eval/results.json"), Path("eval/scores")
@@ -99,12 +99,7 @@ class Results:
 def read_results(folder: Path) -> Results | None:
     """The results in a model's folder; None if it has none."""
     path = folder / RESULTS
-    if not path.exists():
-        return None
-    try:
-        return from_dict(Results, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, UserError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); delete it and evaluate again") from error
+    return read_json(Results, path, "delete it and evaluate again") if path.exists() else None
 
 
 def write_results(folder: Path, results: Results) -> None:
@@ -196,8 +191,8 @@ def show(models: Sequence[Results], console: Console) -> None:
         rows.append((line.label, f"{line.metric} {'↑' if line.higher else '↓'}", line.samples, *cells))
     tables.show(console, tables.Table(("", "metric", "size", *headings(models)), rows, left=(0, 1)))
     for name, model in zip(headings(models), models, strict=True):
-        console.out(f"{name}: weights {model.model.weights[:16]}", highlight=False)
-    console.print("± is one standard error; ↑ higher is better; size: tokens, samples or pages.", highlight=False)
+        console.print(f"{name}: weights {model.model.weights[:16]}")
+    console.print("± is one standard error; ↑ higher is better; size: tokens, samples or pages.")
 
 
 def headings(models: Sequence[Results]) -> list[str]:

@@ -21,7 +21,7 @@ from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
-from angpt.present.words import bracketed, label, quantity
+from angpt.present.words import bracketed, label, quantity, without_html
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -47,7 +47,7 @@ def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Cha
                 write_chart(chart, out)
                 captions.append(f"## {chart.title}\n\n![{chart.alt}]({chart.name}.svg)\n\n{chart.caption}\n")
                 written.append(f"figure: {out / chart.name}.png, .svg, and its numbers .csv")
-        write_atomically(out / f"{name}.md", "\n".join(captions))
+        write_atomically(out / f"{name}.md", without_html("\n".join(captions)))
         write_atomically(out / f"{name}.json", json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error}); choose another --out") from error

@@ -2,17 +2,16 @@
 
 import dataclasses
 import itertools
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from angpt.config import from_dict, to_toml
 from angpt.errors import UserError
 from angpt.fits.hparams import Trend, predict
 from angpt.fits.plane import PlaneLaw
 from angpt.fits.powerlaw import PowerLaw
 from angpt.present.words import bracketed, quantity
+from angpt.serialization import from_dict, to_toml, toml_values
 from angpt.system import write_atomically
 from angpt.training import plan
 from angpt.training.plan import ANCHOR, ANCHOR_TOKENS, Rule
@@ -28,10 +27,10 @@ def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
     """
     base = path if path.exists() else RULES
     try:
-        text = base.read_text(encoding="utf-8")
-        rules = {name: from_dict(Rule, values, name) for name, values in tomllib.loads(text).items()}
-    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
+        rules = {name: from_dict(Rule, values, name) for name, values in toml_values(base).items()}
+    except UserError as error:
         raise UserError(f"{base}: is not a file of rules ({error}); choose another path for --write-rules") from error
+    text = base.read_text(encoding="utf-8")
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     comments, done = _comments(text), []
     for trend in trends:

@@ -182,6 +182,10 @@ def generate_text(
 
 def encode(tokenizer: Tokenizer, prompt: str, end: int | None) -> list[int]:
     """The tokens of a prompt. An empty one is the end-of-text token, after which a new document begins."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("a prompt is not valid Unicode (half of a surrogate pair); correct it") from error
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
     if ids:
         return ids

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from angpt.config import TrainConfig, read_toml, to_toml
+from angpt.config import TrainConfig
 from angpt.constraints import is_matrix
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import end_token, vocab_size
@@ -24,7 +24,9 @@ from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.system import new_folder
+from angpt.present.words import without_html
+from angpt.serialization import read_toml, to_toml
+from angpt.system import new_folder, write_atomically
 from angpt.training import checkpoint
 from angpt.training.run import Run
 from angpt.version import __version__
@@ -54,8 +56,8 @@ def export(source: Source, folder: Path) -> None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
-            (part / RUN_CONFIG).write_text(to_toml(run_config), encoding="utf-8")
-        (part / "README.md").write_text(model_card(source, model, run_config), encoding="utf-8")
+            write_atomically(part / RUN_CONFIG, to_toml(run_config))
+        write_atomically(part / "README.md", model_card(source, model, run_config))
 
 
 def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
@@ -152,7 +154,7 @@ def model_card(source: Source, model: Decoder, config: TrainConfig | None) -> st
         rows += [(key, value) for key, value in summary.environment.items() if key in ("cpu", "gpu", "torch", "commit")]
     rows.append(("SHA-256 of the weights", f"`{source.sha256()}`"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return CARD.format(name=source.path.resolve().name, version=__version__, table=table)
+    return without_html(CARD.format(name=source.path.resolve().name, version=__version__, table=table))
 
 
 CARD = """---
@@ -204,7 +206,7 @@ def import_run(source: Source, folder: Path) -> None:
         sha256={},
     )
     with new_folder(folder) as part:
-        (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_atomically(part / "config.toml", to_toml(config))
         if source.tokenizer_path is not None:
             shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
         checkpoint.save(part / "checkpoints", model.state_dict(), {}, state, keep=1)

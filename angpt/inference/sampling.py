@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from angpt.config import check_settings
 from angpt.errors import UserError
+from angpt.serialization import check_settings
 
 if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
     from torch import Tensor

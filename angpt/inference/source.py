@@ -1,11 +1,10 @@
 """A trained model on disk in any of its forms: a run, a folded model, a Hugging Face export."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from angpt.config import ModelConfig, from_dict
+from angpt.config import ModelConfig
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import fingerprint, load_tokenizer
 from angpt.errors import UserError
@@ -23,6 +22,8 @@ from angpt.inference.store import Training
 from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded
 from angpt.models.variants import architecture
+from angpt.serialization import from_dict, json_values, shown, typed
+from angpt.system import check_name
 from angpt.training import checkpoint
 from angpt.training.run import Run
 
@@ -114,6 +115,7 @@ def _open_run(path: Path) -> Source:
     if newest is None:
         raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or continue it with --resume")
     state = checkpoint.read_state(newest, verify=False)
+    checkpoint.check_config(newest, state, config)
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
     training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
@@ -123,16 +125,17 @@ def _open_run(path: Path) -> Source:
 def _open_export(path: Path) -> Source:
     where = path / EXPORT_CONFIG
     try:
-        values: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+        values = json_values(where)
         if values.get("model_type") != "angpt":
-            raise UserError(f"model_type is {values.get('model_type')!r}; only exports of angpt can be read")
-        cfg = from_dict(ModelConfig, values["angpt_model"])
-        training = from_dict(Training, values["angpt_training"])
+            raise UserError(f"model_type is {shown(values.get('model_type'))}; only exports of angpt can be read")
+        cfg = from_dict(ModelConfig, values.get("angpt_model"), "angpt_model", finite=True)
+        training = from_dict(Training, values.get("angpt_training"), "angpt_training", finite=True)
         weights = [EXPORT_WEIGHTS]
         if (path / EXPORT_SHARDS).exists():
-            shards = json.loads((path / EXPORT_SHARDS).read_text(encoding="utf-8"))
-            weights = sorted(set(shards["weight_map"].values()))
-    except (UserError, OSError, ValueError, TypeError, KeyError) as error:
+            shards = json_values(path / EXPORT_SHARDS)
+            names = typed(dict[str, str], shards.get("weight_map"), "weight_map").values()
+            weights = sorted({check_name(name) for name in names})
+    except UserError as error:
         raise UserError(f"{where}: cannot be read as an export of angpt ({error})") from error
     return Source(path, "export", cfg, tuple(path / name for name in weights), _beside(path), training)
 

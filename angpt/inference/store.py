@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from angpt.config import ModelConfig, read_json
+from angpt.config import ModelConfig
 from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.folded import Folded
+from angpt.serialization import read_json
 from angpt.system import file_sha256, new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
@@ -69,7 +70,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def read_about(path: Path) -> About:
-    return read_json(About, path / ABOUT, FORMAT, "fold the model again")
+    return read_json(About, path / ABOUT, "fold the model again", FORMAT)
 
 
 def load(path: Path) -> Folded:

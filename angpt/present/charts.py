@@ -13,6 +13,9 @@ from matplotlib.figure import Figure
 
 from angpt.present.style import INK, styled
 
+EMBEDDED_BYTES = 250_000
+"""Largest table of numbers inside a page, which otherwise links to the file."""
+
 Row = tuple[str | float | int | None, ...]
 
 
@@ -42,7 +45,7 @@ class Absent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart for the page: SVG for both widths, and the numbers as a data URI."""
+    """A chart for the page: SVG for both widths, and the address of the numbers, a data URI unless they are many."""
 
     chart: Chart
     wide: str
@@ -66,7 +69,9 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
         chart,
         inline(svg, f"{chart.name}-wide", chart.alt),
         inline(narrow, f"{chart.name}-narrow", chart.alt),
-        "data:text/csv;base64," + base64.b64encode(table.encode()).decode(),
+        "data:text/csv;base64," + base64.b64encode(table.encode()).decode()
+        if len(table) <= EMBEDDED_BYTES
+        else f"{folder.name}/{chart.name}.csv",
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from angpt.present.words import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -41,8 +43,8 @@ class Table:
         from rich.text import Text
 
         table = RichTable(
-            title=Text(self.title, style="table.title") if self.title else None,
-            caption=Text(self.note, style="table.caption") if self.note else None,
+            title=Text(printable(self.title), style="table.title") if self.title else None,
+            caption=Text(printable(self.note), style="table.caption") if self.note else None,
             title_justify="left",
             caption_justify="left",
             box=box.SIMPLE_HEAD,
@@ -51,9 +53,9 @@ class Table:
         )
         for place, column in enumerate(self.columns):
             left = self.prose or place in self.left
-            table.add_column(Text(column), justify="left" if left else "right", no_wrap=not self.prose)
+            table.add_column(Text(printable(column)), justify="left" if left else "right", no_wrap=not self.prose)
         for row in self.rows:
-            table.add_row(*(Text(cell, style="bold" if isinstance(cell, Strong) else "") for cell in row))
+            table.add_row(*(Text(printable(cell), style="bold" if isinstance(cell, Strong) else "") for cell in row))
         return table
 
     def markdown(self) -> str:

@@ -1,8 +1,13 @@
-"""Numbers as text. Every number of the page is formatted here, so that equal values look equal."""
+"""Numbers as text, and text of others made safe to show. Equal numbers look equal: all are formatted here."""
 
+import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from angpt.stats import Interval
+from angpt.errors import one_line
+
+if TYPE_CHECKING:
+    from angpt.stats import Interval
 
 NONE = "–"
 """Text for a missing number."""
@@ -64,7 +69,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s"
 
 
-def interval(value: Interval, digits: int) -> str:
+def interval(value: "Interval", digits: int) -> str:
     """Mean and half width of its interval, 3.543 ± 0.025, or the mean alone if there is no interval."""
     mean = f"{value.mean:.{digits}f}"
     if value.low is None or value.high is None:
@@ -72,7 +77,7 @@ def interval(value: Interval, digits: int) -> str:
     return f"{mean} ± {(value.high - value.low) / 2:.{digits}f}"
 
 
-def bracketed(value: Interval, form: str, unit: str = "") -> str:
+def bracketed(value: "Interval", form: str, unit: str = "") -> str:
     """Estimate and interval, 0.466 [0.451, 0.480], or the estimate alone if there is no interval."""
     text = f"{value.mean:{form}}{unit}"
     if value.low is not None and value.high is not None:
@@ -82,10 +87,12 @@ def bracketed(value: Interval, form: str, unit: str = "") -> str:
 
 def speedup(value: float, low: float | None = None, high: float | None = None, relation: str = "=") -> str:
     """A speedup and its interval, 1.42× [1.31, 1.55], or a bound, > 1.80×."""
+    from angpt.stats import Interval
+
     return ("" if relation == "=" else f"{relation} ") + bracketed(Interval(value, low, high), ".2f", "×")
 
 
-def overhead(value: Interval, digits: int = 1) -> str:
+def overhead(value: "Interval", digits: int = 1) -> str:
     """Change relative to the baseline in per cent: +3.1 % ± 0.4 %."""
     text = f"{100 * value.mean:+.{digits}f} %".replace("-", "−")
     if value.low is None or value.high is None:
@@ -101,6 +108,16 @@ def listed(words: Sequence[str]) -> str:
 def tied(text: str) -> str:
     """The text with a non-breaking space before each per cent sign."""
     return text.replace(" %", "\u00a0%")
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than line breaks and tabs as escapes."""
+    return re.sub(r"[^\n\t]+", lambda found: one_line(found[0]), text)
+
+
+def without_html(markdown: str) -> str:
+    """Markdown in which every `<` that would begin an HTML tag is text."""
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", markdown)
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,6 +1,8 @@
 """The figures of losses and costs: each a function of the study."""
 
+import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,10 +28,13 @@ from angpt.results import Row as ResultRow
 from angpt.stats import Interval
 from angpt.training.record import Evaluation
 
+T = TypeVar("T")
 SPEEDUPS: dict[str, Callable[[ResultRow], SpeedUp | None]] = {
     "tokens": lambda row: row.speedup_tokens,
     "time": lambda row: row.speedup_seconds,
 }
+POINTS = 10_000
+"""Points of all thin lines of a figure; above this, each is drawn with fewer."""
 EARLY = 0.15
 """Part of the largest budget whose losses may lie above the axis."""
 
@@ -46,14 +51,16 @@ def loss_curves(study: Material) -> Chart | Absent:
     means = {a: _mean_curve([run for run in study.of(a) if run.result.name in named.get(a, ())]) for a in style}
     seconds, unit = _time_unit(max(run.record.evaluations[-1].seconds for run in runs))
     low, high = _loss_range(runs, largest)
+    most = max(2, POINTS // len(runs))
     abscissas: tuple[Callable[[Evaluation], float], ...] = (lambda e: e.tokens, lambda e: e.seconds / seconds)
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2, narrow, columns=2, height=3.5, sharey=not narrow)
         for ax, x in zip(axes, abscissas, strict=True):
-            for run in runs:
-                points = [(x(e), e.loss) for e in run.record.evaluations]
-                ax.plot(*zip(*points, strict=True), color=style[run.result.architecture].color, lw=0.8, alpha=0.45)
+            for architecture, look in style.items():  # one line, with gaps between runs: they may be thousands
+                own = [thinned(run.record.evaluations, most) for run in study.of(architecture)]
+                points = [point for run in own for point in (*((x(e), e.loss) for e in run), (math.nan, math.nan))]
+                ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45) if points else None
             for architecture, curve in means.items():
                 look = style[architecture]
                 xs, ys = [x(e) for e in curve], [e.loss for e in curve]
@@ -87,6 +94,13 @@ def loss_curves(study: Material) -> Chart | Absent:
         ),
         draw=draw,
     )
+
+
+def thinned(values: Sequence[T], most: int) -> Sequence[T]:
+    """At most this many of the values, evenly spread, with the first and the last."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def _mean_curve(runs: list[ReportedRun]) -> list[Evaluation]:

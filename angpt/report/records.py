@@ -37,8 +37,9 @@ class Material:
 def read_material(folders: Sequence[Path], result: Result) -> Material:
     """Match run folders with the runs of the result, by name."""
     found: dict[str, ReportedRun] = {}
+    known = {run.name: run for run in result.runs}
     for path in folders:
-        run = next((run for run in result.runs if path.resolve().name == run.name), None)
+        run = known.get(path.resolve().name)
         if run is None:
             raise UserError(f"{path}: not among the runs of the result; work out the result of the study again")
         if run.name in found:

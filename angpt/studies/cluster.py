@@ -8,9 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from angpt import slurm
+from angpt.errors import UserError
+from angpt.serialization import json_values, typed
 from angpt.slurm import SlurmConfig
 from angpt.studies.executor import Ended
-from angpt.studies.jobs import Job, bring_to_end, ended, explain, failure_of, note_failure
+from angpt.studies.jobs import Job, bring_to_end, ended, failure_of, note_failure, reason
 from angpt.system import write_atomically
 
 ASK_SECONDS = 5.0
@@ -77,11 +79,15 @@ class Cluster:
 
 def known_jobs(folder: Path) -> dict[str, str]:
     """The job that was last queued for each run, by the name of the run."""
-    try:
-        found = json.loads((folder / "slurm" / "jobs.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    path = folder / "slurm" / "jobs.json"
+    if not path.exists():
         return {}
-    return {str(name): str(number) for name, number in found.items()} if isinstance(found, dict) else {}
+    try:
+        return {name: typed(str, number, name) for name, number in json_values(path).items()}
+    except UserError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error}); remove it when no job of the study is in the queue"
+        ) from error
 
 
 def in_queue(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -94,15 +100,15 @@ def in_queue(folder: Path, names: Iterable[str]) -> dict[str, str]:
 def train_in_job(job: Job, threads: int) -> bool:
     """Train inside a job; True if the run has ended. A failure is noted in the folder of the study."""
     import torch
-    from rich.console import Console
 
+    from angpt.present.terminal import terminal
     from angpt.training.reporter import PlainReporter
 
     torch.set_num_threads(threads)
     try:
-        return bring_to_end(job, PlainReporter(Console())).status != "interrupted"
+        return bring_to_end(job, PlainReporter(terminal())).status != "interrupted"
     except Exception as error:
-        note_failure(job, explain(error))
+        note_failure(job, reason(error))
         raise
 
 

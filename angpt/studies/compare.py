@@ -7,8 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from angpt.config import ModelConfig, OptimizerConfig, TrainConfig, from_dict, parse_budget, read_toml, toml_values
+from angpt.config import ModelConfig, OptimizerConfig, TrainConfig, parse_budget
 from angpt.errors import UserError
+from angpt.serialization import from_dict, read_toml, toml_values
 from angpt.studies.config import Grid, StudyConfig
 
 

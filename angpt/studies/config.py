@@ -9,6 +9,9 @@ from angpt.config import SIZES, ModelConfig, OptimizerConfig, TrainConfig, parse
 from angpt.errors import UserError, nearest
 from angpt.slurm import SlurmConfig
 
+MOST_TRIALS = 64
+"""Learning rates, a factor of two apart, beyond which the smallest or the largest are not numbers that train."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -59,8 +62,8 @@ class Grid:
                     raise UserError(f"grid.{name}: {value} must be positive and finite")
         for text in self.budgets:
             parse_budget(text, parameters=10**9)
-        if self.tune < 0:
-            raise UserError(f"grid.tune = {self.tune} must not be negative")
+        if not 0 <= self.tune <= MOST_TRIALS:
+            raise UserError(f"grid.tune = {self.tune} must be from 0 to {MOST_TRIALS}")
         if self.tune and (len(self.lrs) > 1 or len(self.batches) > 1 or self.batch_limits):
             raise UserError("grid.tune: chooses the learning rate, so lrs and batches must have one value each")
         for name, values in (("lr_limits", self.tune or len(self.lrs)), ("batch_limits", len(self.batches))):

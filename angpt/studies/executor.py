@@ -4,11 +4,13 @@ In a process of its own a crash stays inside, memory is the run's own, and cores
 studies/cluster.py.
 """
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -18,10 +20,12 @@ from typing import NamedTuple, Protocol
 from rich.console import Console
 
 from angpt.errors import UserError
-from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, explain
+from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, reason
 from angpt.system import available_cores
 
 POLL_SECONDS = 0.25
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that stop a study; its runs save and end."""
 
 
 class Interrupted(Exception):
@@ -132,7 +136,7 @@ class InProcess:
             if bring_to_end(job, reporter_for(self.console)).status == "interrupted":
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
         except Exception as error:
-            failure = explain(error)
+            failure = reason(error)
         self.over.append(Ended(job, failure))
 
     def wait(self, seconds: float) -> list[Ended]:
@@ -162,7 +166,6 @@ class Processes:
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["angpt.training.launch"])
         self.runs: list[Running] = []
-        self.stopping = False
 
     @property
     def taken(self) -> set[Path]:
@@ -173,9 +176,11 @@ class Processes:
         return self.taken
 
     def start(self, job: Job) -> None:
-        slot = min(set(range(self.slots)) - {run.slot for run in self.runs})
+        used = {run.slot for run in self.runs}
+        slot = next(number for number in itertools.count() if number not in used)
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_run, args=(job, slot, self.threads, theirs), name=job.folder.name)
+        _start_server()
         process.start()
         theirs.close()
         self.runs.append(Running(job, process, ours, slot))
@@ -187,7 +192,6 @@ class Processes:
         return [Ended(run.job, self._failure(run)) for run in over]
 
     def stop(self) -> None:
-        self.stopping = True
         for run in self.runs:
             run.process.terminate()  # SIGTERM, heard once the run is in its loop
 
@@ -198,17 +202,25 @@ class Processes:
         try:
             return str(run.pipe.recv())
         except EOFError:
-            stopped = self.stopping and code == -signal.SIGTERM  # before it had begun
-            good = code == 0 or stopped
-            return None if good else f"{run.job.folder}: the training process died (exit code {code})"
+            return None if code == 0 else f"{run.job.folder}: the training process died (exit code {code})"
         finally:
             run.pipe.close()
 
 
+def _start_server() -> None:
+    """Start the server from which runs are forked. A signal to the whole process group does not end it: it inherits the
+    mask."""
+    resource_tracker.ensure_running()  # first, because it unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     """Train in the child process, or send the reason of the failure."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # outside the loop, which listens, there is nothing to save
+    for number in SIGNALS:  # outside the loop, which listens, there is nothing to save
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _end_with_the_parent()
     import torch
 
@@ -220,7 +232,7 @@ def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     try:
         bring_to_end(job, Quiet())
     except Exception as error:
-        pipe.send(explain(error))
+        pipe.send(reason(error))
 
 
 def _end_with_the_parent() -> None:
@@ -244,7 +256,7 @@ class _interrupts:
         def note(number: int, frame: FrameType | None) -> None:
             came.set()
 
-        self.before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {s: signal.signal(s, note) for s in SIGNALS}
         return came
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,7 @@
 """From the grids of a study to its runs: what they are called, and what their settings are."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -13,6 +14,8 @@ from angpt.training.plan import count, rule_for
 
 SMALL = 100_000_000
 """Parameters below which `beta2_below_100M` holds."""
+MOST_VALUES = 1000
+"""Values to which a grid may grow along an axis."""
 TUNING_RATIO = 2.0
 TUNING_REACH = 16.0
 """Factor by which trials may go beyond their first and last rate unless lr_limits are given."""
@@ -49,13 +52,13 @@ class Point:
     @property
     def full_name(self) -> str:
         """A name that is the same for the same settings, whatever else the study holds."""
-        return f"{self.group.name}-b{self.batch}-lr{self.lr:g}-{'trial' if self.trial else f's{self.seed}'}"
+        return f"{self.group.name}-b{self.batch}-lr{rate_name(self.lr)}-{'trial' if self.trial else f's{self.seed}'}"
 
     @property
     def short_name(self) -> str:
         """A name for studies with one batch size and one learning rate for each group."""
         if self.trial:
-            return f"{dataclasses.replace(self.group, budget='').name}-lr{self.lr:g}"
+            return f"{dataclasses.replace(self.group, budget='').name}-lr{rate_name(self.lr)}"
         return f"{self.group.name}-s{self.seed}"
 
 
@@ -149,6 +152,11 @@ def budget_name(text: str) -> str:
     return short(parse_budget(text, parameters=1))
 
 
+def rate_name(lr: float) -> str:
+    """One name for each learning rate: six digits, or all of them where six are not enough."""
+    return f"{lr:g}" if float(f"{lr:g}") == lr else repr(float(lr))
+
+
 def short(tokens: int) -> str:
     """A number of tokens in short, 1500000 as 1.5M, with every digit: it stands in names of folders."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -168,17 +176,22 @@ def _sequences(tokens: float, context: int) -> int:
 def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, list[float]]:
     """The largest extent of the lines within their limits, for an upper bound of the cost."""
     rates = sorted({rate for line in start.values() for rate in line})
-    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits)
-    return {
-        round(batch): [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start))]
-        for batch in batches
-    }
+    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits, "batch_limits")
+    grown = [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start), "lr_limits")]
+    return {round(batch): grown for batch in batches}
 
 
-def _lattice(values: list[float], limits: tuple[float, ...]) -> list[float]:
+def _lattice(values: list[float], limits: tuple[float, ...], name: str) -> list[float]:
     if not limits or len(values) < 2:
         return values
-    found, (low, high) = list(values), limits
+    (low, high), below, above = limits, values[0] / values[1], values[-1] / values[-2]
+    steps = math.log(low / values[0]) / math.log(below) + math.log(high / values[-1]) / math.log(above)
+    if len(values) + steps > MOST_VALUES:
+        raise UserError(
+            f"grid.{name}: with the ratio of the grid there are more than {MOST_VALUES:,} values between them; "
+            "name values that are further apart, or narrower limits"
+        )
+    found = list(values)
     while (value := found[0] * found[0] / found[1]) >= low * (1 - SLACK):
         found.insert(0, value)
     while (value := found[-1] * found[-1] / found[-2]) <= high * (1 + SLACK):

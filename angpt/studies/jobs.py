@@ -1,6 +1,7 @@
 """A run as something to be done: whether it has ended, what it left, and how it is brought to its end."""
 
 import dataclasses
+import os
 import shlex
 import time
 import traceback
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from angpt.config import TrainConfig, differences
 from angpt.data.shards import INDEX, Index
-from angpt.errors import UserError
+from angpt.errors import UserError, explain, one_line
 from angpt.results import State
-from angpt.system import write_atomically
+from angpt.system import check_new_name, write_atomically
 from angpt.training.plan import Plan, make_plan
 from angpt.training.run import Run, Summary
 
@@ -80,7 +81,7 @@ def changed_settings(job: Job) -> list[str]:
         return []
     stored = Run.open(job.folder).config()
     device = stored.device if job.config.device == "auto" else job.config.device
-    return differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored)
+    return list(differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored))
 
 
 def check_settings(job: Job) -> None:
@@ -116,11 +117,10 @@ def _wait_for_lock(run: Run) -> None:
             time.sleep(0.2)
 
 
-def explain(error: Exception) -> str:
-    """The reason of a failure: one line for a mistake of the user, with a traceback for any other error."""
-    if isinstance(error, UserError):
-        return str(error)
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+def reason(error: Exception) -> str:
+    """The reason of a failure: one line, with a traceback for an error of the program itself."""
+    line = explain(error)
+    return line or f"{one_line(f'{type(error).__name__}: {error}')}\n{''.join(traceback.format_exception(error))}"
 
 
 def note_failure(job: Job, text: str) -> None:
@@ -138,6 +138,7 @@ def failure_of(job: Job) -> str | None:
 
 def check_new(folder: Path) -> None:
     """Refuse a folder in which no study can begin."""
+    check_new_name(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: is there and is not an empty folder; choose another --out")
 
@@ -154,5 +155,5 @@ def repeated_by(folder: Path, data: str) -> list[str]:
         for option, value in options.items():
             arguments += [option, value] if value else []
         found.append(f"angpt data prepare {shlex.join(arguments)}")
-    first, _, _ = (folder / "study.toml").read_text(encoding="utf-8").partition("\n")
+    first, _, _ = os.fsdecode((folder / "study.toml").read_bytes()).partition("\n")
     return [*found, first.removeprefix(MADE_BY)] if first.startswith(MADE_BY) else found

@@ -3,7 +3,7 @@
 import math
 
 from angpt.present.tables import Table
-from angpt.present.words import interval, label, overhead, plural
+from angpt.present.words import interval, label, overhead, plural, without_html
 from angpt.results import Result, Row
 
 EDGE = {-1: " ↓", 0: "", 1: " ↑"}
@@ -43,4 +43,5 @@ def markdown(result: Result) -> str:
     several = any(row.val_loss is not None and row.val_loss.low is not None for row in result.rows)
     explained = f"{state}Changes are relative to {label(result.baseline)}."
     explained += " ± is half of the 95 % interval over seeds." if several else ""
-    return "\n".join([result_table(result).markdown(), "", explained, *(f"- {note}" for note in result.notes)]) + "\n"
+    lines = [result_table(result).markdown(), "", explained, *(f"- {note}" for note in result.notes)]
+    return without_html("\n".join(lines) + "\n")

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from angpt.present.words import printable
 from angpt.results import State
 from angpt.studies.jobs import Job, state_of
 from angpt.training.record import newest_values
@@ -47,7 +48,7 @@ class Overview:
                 record = {} if state == "running" else newest_values(job.folder)
                 loss = _number(record.get("val_loss"), ".4f")
                 told = f"{state}, validation loss {loss}" if loss else state
-                self.console.print(f"{job.folder.name}: {told}", highlight=False, soft_wrap=True)
+                self.console.print(f"{job.folder.name}: {told}")
 
 
 def _table(states: dict[Job, State]) -> Table:
@@ -63,7 +64,7 @@ def _table(states: dict[Job, State]) -> Table:
         steps = job.plan.steps
         done = steps if state == "finished" else record.get("step", 0)
         table.add_row(
-            job.folder.name,
+            printable(job.folder.name),
             state,
             ProgressBar(total=steps, completed=done, width=20),
             _number(record.get("loss"), ".3f"),

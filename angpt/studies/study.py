@@ -9,19 +9,19 @@ result.json   what came out, brought up to date when a run ends or it is read; r
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from angpt.config import to_toml
 from angpt.errors import UserError
 from angpt.present.words import plural
 from angpt.results import RESULT, Result, RunResult
+from angpt.serialization import to_toml
 from angpt.studies.compare import read_config
 from angpt.studies.config import Grid, StudyConfig
 from angpt.studies.executor import Pool, execute
@@ -42,7 +42,7 @@ from angpt.studies.jobs import MADE_BY, Job, changed_settings, check_new, ended,
 from angpt.studies.outcome import markdown
 from angpt.studies.search import Loss, Optimum, grow, optimum
 from angpt.studies.summarise import Chosen, choose, run_result, summarise
-from angpt.system import write_atomically
+from angpt.system import LOCK, locked, write_atomically
 from angpt.training.launch import check
 from angpt.training.plan import make_plan
 from angpt.version import __version__
@@ -94,7 +94,7 @@ class Study:
         self.check(on_this_machine)
         if file is not None and file.resolve() == path.resolve():
             return
-        text = to_toml(self.config) if file is None else file.read_text(encoding="utf-8")
+        text = to_toml(self.config) if file is None else os.fsdecode(file.read_bytes())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{MADE_BY}{command}\n{text}")
@@ -177,9 +177,7 @@ class Study:
         found: dict[Path, Job] = {}
         for job in map(self.job, points):
             if found.setdefault(job.folder, job).config != job.config:
-                raise UserError(
-                    f"{job.folder}: two runs have this name; use names = 'full', and rates of six digits at most"
-                )
+                raise UserError(f"{job.folder}: two runs have this name; use names = 'full'")
         return list(found.values())
 
     def growth(self) -> list[Job]:
@@ -220,13 +218,13 @@ class Study:
     def _sources(self) -> str:
         """Checksum of all that the result is computed from: this version, the settings, and files of the runs, of which
         metrics.jsonl counts by its length, since it is only appended to."""
-        digest = hashlib.sha256(f"{__version__}\n{to_toml(self.config)}".encode())
+        digest = hashlib.sha256(os.fsencode(f"{__version__}\n{to_toml(self.config)}"))
         names = ("config.toml", "summary.json", "metrics.jsonl")
         patterns = ["failed/*.txt", *(f"{kind}/*/{name}" for kind in ("runs", "tuning") for name in names)]
         for path in sorted(path for pattern in patterns for path in self.folder.glob(pattern)):
             with suppress(FileNotFoundError):  # the summary of a run that goes on is removed
                 content = str(path.stat().st_size).encode() if path.suffix == ".jsonl" else path.read_bytes()
-                digest.update(f"\n{path.relative_to(self.folder)} {len(content)}\n".encode() + content)
+                digest.update(os.fsencode(f"\n{path.relative_to(self.folder)} {len(content)}\n") + content)
         return digest.hexdigest()
 
     def _compute(self) -> Result:
@@ -282,12 +280,6 @@ class Study:
         for job in self.failed():
             job.failure.unlink()
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """One process at a time executes a study."""
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(f"{self.folder}: another process executes this study") from error
-            yield
+    def lock(self) -> AbstractContextManager[None]:
+        """The lock of the folder, held in a `with` block: one process at a time executes a study."""
+        return locked(self.folder / LOCK, "another process executes this study")

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from angpt.config import from_dict
+from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.errors import UserError
-from angpt.system import sync, write_atomically
+from angpt.serialization import check_settings, from_dict, json_values, parse_json, seal, typed, unseal
+from angpt.system import remove, sync, write_atomically
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 T = TypeVar("T")
@@ -54,11 +55,25 @@ class State:
     tokenizer_fingerprint: str | None
     sha256: dict[str, str]
     """Checksums of the tensor files."""
+    config: TrainConfig | None = None
+    """Settings of the run; None in checkpoints of earlier versions."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "0 or more", lambda value: value >= 0, "step", "metrics_bytes", "seconds")
 
     @property
     def fingerprint(self) -> str:
         """Tells checkpoints apart by their parameters."""
         return self.sha256.get(MODEL) or hashlib.sha256(json.dumps(self.sha256, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of a tensor a file has."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    first_row: int
 
 
 class Writer(AbstractContextManager["Writer"]):
@@ -140,7 +155,7 @@ def save(folder: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tens
 def begin(part: Path) -> None:
     """Make an empty folder for a checkpoint, which does not count until it is complete."""
     for path in part.parent.glob(f"{PART}*"):
-        shutil.rmtree(path)
+        remove(path)
     part.mkdir(parents=True)
 
 
@@ -152,7 +167,7 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
         if writers > 1:
             file = file.replace(".", f"-{rank + 1:05d}-of-{writers:05d}.")
         if chosen or rank == 0:
-            rows = {name: {"shape": s.shape, "first_row": s.first_row} for name, s in chosen.items() if s.split}
+            rows = {name: asdict(Rows(s.shape, s.first_row)) for name, s in chosen.items() if s.split}
             metadata = {ROWS: json.dumps(rows)} if rows else None
             save_file({name: shard.rows for name, shard in chosen.items()}, part / file, metadata)
             sync(part / file)
@@ -162,7 +177,7 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
 
 def complete(part: Path, target: Path, state: State, keep: int) -> None:
     """Write the state of a checkpoint, give it its name, and remove all but the newest `keep`."""
-    write_atomically(part / STATE, json.dumps(asdict(state), indent=1) + "\n")
+    write_atomically(part / STATE, json.dumps(seal(asdict(state)), indent=1) + "\n")
     sync(part)
     old = part.with_name(f"{part.name}-old")
     if target.exists():  # a damaged one, or the run would have continued from it
@@ -170,9 +185,8 @@ def complete(part: Path, target: Path, state: State, keep: int) -> None:
     part.rename(target)
     sync(target.parent)
     ahead = [path for path in found(target.parent) if path.name > target.name]  # damaged, too
-    for path in [*found(target.parent)[: -keep - len(ahead)], *ahead]:
-        shutil.rmtree(path)
-    shutil.rmtree(old, ignore_errors=True)
+    for path in [*found(target.parent)[: -keep - len(ahead)], *ahead, old]:
+        remove(path)
 
 
 def found(folder: Path) -> list[Path]:
@@ -194,14 +208,23 @@ def newest(folder: Path) -> Path | None:
 def read_state(path: Path, verify: bool = True) -> State:
     """The state of a checkpoint; `verify`: its tensor files are compared with their checksums."""
     try:
-        values: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
-        state = from_dict(State, values)
+        state = from_dict(State, unseal(json_values(path / STATE)), finite=True)
         for name, expected in state.sha256.items() if verify else ():
             if _sha256(path / name) != expected:
                 raise UserError(f"the checksum of {name} is wrong")
-    except (OSError, ValueError, TypeError, UserError) as error:
+    except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: the checkpoint is damaged ({error})") from error
     return state
+
+
+def check_config(path: Path, state: State, config: TrainConfig) -> None:
+    """Raise an error if the configuration of a run is not that of its checkpoint at `path`, except RESUME_SETTINGS."""
+    if changed := differences(config, state.config or config, RESUME_SETTINGS):
+        words = ", ".join(f"{name} = {here}, not {there}" for name, (here, there) in changed.items())
+        raise UserError(
+            f"{path.parents[1] / 'config.toml'}: differs from what {path.name} was trained with ({words}); restore it, "
+            "or start a new run from this file with --config"
+        )
 
 
 class Reader:
@@ -212,11 +235,11 @@ class Reader:
         self.pieces: dict[str, list[tuple[int, Any]]] = {}
         """For each tensor, from each file that has rows of it: the first row, and these rows to be sliced."""
         for each in sorted(path.glob("*.safetensors")):
-            file: Any = safe_open(each, framework="pt")
-            metadata = file.metadata() or {}
-            rows, dcp = (json.loads(metadata.get(key, "{}")) for key in (ROWS, DCP))
-            first_rows = {name: entry["first_row"] for name, entry in rows.items()}
-            first_rows |= {name: next(iter(entry["saved_offsets"]), 0) for name, entry in dcp.items()}
+            try:
+                file: Any = safe_open(each, framework="pt")
+                first_rows = _first_rows(file.metadata() or {})
+            except (OSError, SafetensorError, UserError) as error:
+                raise UserError(f"{each}: the checkpoint is damaged ({error})") from error
             for name in file.keys():  # noqa: SIM118
                 self.pieces.setdefault(name, []).append((first_rows.get(name, 0), file.get_slice(name)))
         for pieces in self.pieces.values():
@@ -250,6 +273,14 @@ class Reader:
         for name, shard in tensors.items():
             rows = len(shard.rows) if shard.split else None
             shard.rows.copy_(self.read(name, shard.first_row, rows))
+
+
+def _first_rows(metadata: Mapping[str, str]) -> dict[str, int]:
+    """The first row of each tensor of which a file has some rows, by the header of the file."""
+    rows, dcp = (parse_json(metadata.get(key, "{}")) for key in (ROWS, DCP))
+    first_rows = {name: entry.first_row for name, entry in typed(dict[str, Rows], rows, ROWS).items()}
+    offsets = typed(dict[str, dict[str, tuple[int, ...]]], dcp, DCP)
+    return first_rows | {name: next(iter(entry.get("saved_offsets", ())), 0) for name, entry in offsets.items()}
 
 
 def load_model(path: Path) -> dict[str, Tensor]:

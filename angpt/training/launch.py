@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console
-
 from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.data.loader import count_windows, end_of_text
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.operations import kernels
+from angpt.present.terminal import terminal
 from angpt.training import checkpoint
 from angpt.training.hardware import present
 from angpt.training.plan import Plan, make_plan
@@ -47,10 +46,10 @@ def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> 
 def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Reporter, strategy: Strategy) -> Summary:
     """Continue a run on the processes of this launch."""
     check_same(run.config(), plan.config, run.path)
+    summary = strategy.share(run.summary)
+    if summary is not None and summary.status != "interrupted":
+        return summary  # before the lock, which a folder without permission to write cannot have
     with opened(run, reporter, strategy) as reporter:
-        summary = strategy.share(run.summary)
-        if summary is not None and summary.status != "interrupted":
-            return summary
         trainer = Trainer(plan, run, *data, reporter, strategy)
         if (path := strategy.share(lambda: newest_checkpoint(run))) is not None:
             trainer.load(path)
@@ -84,7 +83,7 @@ def launched(config: TrainConfig) -> Iterator[tuple[Plan, Data, Strategy]]:
 def opened(run: Run, reporter: Reporter, strategy: Strategy) -> Iterator[Reporter]:
     """Rank 0 holds the lock of the run and reports to the user; other ranks write to their logs."""
     with run.lock() if strategy.main else log_to(run.logs / f"rank-{strategy.rank:05d}.log"):
-        yield reporter if strategy.main else PlainReporter(Console())
+        yield reporter if strategy.main else PlainReporter(terminal())
 
 
 def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
@@ -115,6 +114,8 @@ def open_data(plan: Plan) -> Data:
     splits = TokenData.open(path, "train"), TokenData.open(path, "val")
     if part := plan.config.data.tuning_split:
         border = round((1 - part) * splits[0].tokens)
+        if not 0 < border < splits[0].tokens:
+            raise UserError(f"data.tuning_split = {part} of {splits[0].tokens:,} tokens leaves a part without tokens")
         splits = splits[0].part(0, border), splits[0].part(border, splits[0].tokens)
     for data in splits:
         if data.max_token >= vocab:

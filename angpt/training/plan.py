@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import tomllib
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -10,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from angpt.config import ModelConfig, Recipe, TrainConfig, from_dict, parse_budget
+from angpt.config import ModelConfig, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError
 from angpt.models.variants import build
+from angpt.serialization import from_dict, toml_values
 from angpt.training.hardware import choose_device
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class Rule:
     """The training defaults of a recipe."""
 
     lr: float
-    lr_exponents: tuple[float, ...]
+    lr_exponents: tuple[float, float]
     """Exponents below and above the anchor."""
     batch_tokens: int
     batch_exponent: float
@@ -65,7 +65,7 @@ def rounded(lr: float) -> float:
 @cache
 def rules() -> dict[str, Rule]:
     """The rules of `rules.toml` by recipe."""
-    tables = tomllib.loads((Path(__file__).parent / "rules.toml").read_text(encoding="utf-8"))
+    tables = toml_values(Path(__file__).with_name("rules.toml"))
     return {name: from_dict(Rule, values, name) for name, values in tables.items()}
 
 

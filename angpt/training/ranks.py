@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -25,19 +26,26 @@ MARGIN_SECONDS = 60.0
 
 def launched_ranks() -> int:
     """The number of processes of this launch; 1 without a launcher."""
-    return _number("WORLD_SIZE") if "RANK" in os.environ else 1
+    return _launched()[1]
 
 
 def launched_rank() -> int:
     """The rank of this process; 0 without a launcher."""
-    return _number("RANK") if "RANK" in os.environ else 0
+    return _launched()[0]
 
 
-def _number(name: str) -> int:
-    value = os.environ.get(name, "")
-    if not value.isdecimal():
-        raise UserError(f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset RANK")
-    return int(value)
+def _launched() -> tuple[int, int]:
+    """Rank and number of ranks, from the environment."""
+    if "RANK" not in os.environ:
+        return 0, 1
+    texts = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")}
+    for name, value in texts.items():
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise UserError(f"RANK is set, but {name} = {value!r} is no number; start with torchrun, or unset RANK")
+    rank, ranks = map(int, texts.values())
+    if rank >= ranks:
+        raise UserError(f"RANK = {rank} must be below WORLD_SIZE = {ranks}; start with torchrun, or unset RANK")
+    return rank, ranks
 
 
 def restarted() -> bool:
@@ -61,16 +69,31 @@ def join(device: torch.device, timeout: float) -> Any:
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", here)}
     wait = timedelta(seconds=timeout + MARGIN_SECONDS)
     try:
+        if rank > 0:
+            wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
         store, _, _ = next(rendezvous("env://", timeout=wait))
         store = PrefixStore(name_attempt(store, rank, size, timeout), store)
         options |= {"store": PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": wait}
         dist.init_process_group(**options)
-    except (RuntimeError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
+    except (RuntimeError, OSError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank}: the other ranks were not found at {where} ({error}); start them with torchrun"
         ) from error
     return store
+
+
+def wait_for_port(host: str, port: int, timeout: float) -> None:
+    """Return when a server listens at the port; an OSError after `timeout` seconds, which PyTorch exceeds twofold."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:

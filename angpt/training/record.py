@@ -1,7 +1,7 @@
 """A typed reader of a run folder, also while the run is running."""
 
-import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +10,21 @@ from typing import Any, Self
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.serialization import parse_json, typed
 from angpt.training.run import Run, Summary
 
 TAIL_BYTES = 65_536
 """How much of the end of metrics.jsonl `newest_values` reads."""
+NEWEST = ("step", "loss", "val_loss", "tokens_per_s")
+"""Quantities of `newest_values`."""
+MOST_RECORDS = 1024
+"""Above this number, records of a kind are thinned evenly: a figure does not show more."""
+KIND = b'{"kind": "'
+"""How every line begins."""
+KINDS = ("train", "val", "layers", "moments")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """The loss on the validation split after a number of tokens."""
 
@@ -30,7 +38,8 @@ class Evaluation:
 class RunRecord:
     """A run: configuration, summary and the records of metrics.jsonl, which is read on first use.
 
-    Records with a value that is not finite (null in the file) are left out.
+    Records with a value that is not finite (null in the file) are left out. Of more than MOST_RECORDS of a kind, every
+    second, fourth, … is kept, and the last.
     """
 
     path: Path
@@ -48,43 +57,99 @@ class RunRecord:
         """Name of the run folder."""
         return self.path.resolve().name
 
-    @property
+    @cached_property
     def evaluations(self) -> tuple[Evaluation, ...]:
         """All evaluations, in order."""
-        return self._metrics[0]
-
-    @property
-    def layers(self) -> tuple[dict[str, Any], ...]:
-        """Records of each layer: input norm, α, row norms."""
-        return self._metrics[1]
-
-    @property
-    def moments(self) -> tuple[dict[str, Any], ...]:
-        """Variances of Adam's first moment, of a run with `record_moments`."""
-        return self._metrics[2]
+        return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
 
     @cached_property
-    def _metrics(self) -> tuple[tuple[Evaluation, ...], tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
-        run = Run(self.path)
-        try:
-            records = [record for record in run.records() if not _has_null(record)]
-            val, layers, moments = (tuple(r for r in records if r["kind"] == k) for k in ("val", "layers", "moments"))
-            if not all({"step", "tokens"} <= record.keys() for record in (*layers, *moments)):
-                raise KeyError("step or tokens")
-            return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in val), layers, moments
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{run.metrics}: cannot be read ({error!r}); repeat the run") from error
+    def layers(self) -> tuple[dict[str, Any], ...]:
+        """Records of each layer: input norm, α, row norms."""
+        return tuple(self._records("layers"))
+
+    @cached_property
+    def moments(self) -> tuple[dict[str, Any], ...]:
+        """Variances of Adam's first moment, of a run with `record_moments`."""
+        return tuple(self._records("moments"))
+
+    def _records(self, kind: str) -> list[dict[str, Any]]:
+        """The records of a kind; those of each layer must have the same names and numbers of layers."""
+        run, lines, found = Run(self.path), _Thinned(), list[dict[str, Any]]()
+        for number, line in run.lines():
+            own = line[len(KIND) : line.find(b'"', len(KIND))].decode(errors="replace")
+            if own == kind:
+                lines.add(number, line)
+            elif own not in KINDS:
+                raise UserError(f"{run.metrics}, line {number}: is no record of a run; restore it or repeat the run")
+        for number, line in lines:
+            try:
+                record = _record(line, kind)
+                if not _has_null(record):
+                    found.append(record)
+                    if kind != "val" and _layers(record) != _layers(found[0]):
+                        raise UserError("other names or another number of layers than the first record")
+            except UserError as error:
+                raise UserError(
+                    f"{run.metrics}, line {number}: cannot be read ({error}); restore it or repeat the run"
+                ) from error
+        return found
 
 
-def newest_values(folder: Path) -> dict[str, Any]:
-    """The newest value of each quantity in metrics.jsonl, from the end of the file; empty for a run without one."""
-    merged: dict[str, Any] = {}
+class _Thinned:
+    """Numbered lines, of which every second is dropped whenever they become too many; the last one stays."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[int, bytes]] = []
+        self.last: tuple[int, bytes] | None = None
+        self.every, self.count = 1, 0
+
+    def add(self, number: int, line: bytes) -> None:
+        self.last = number, line
+        if self.count % self.every == 0:
+            self.kept.append(self.last)
+            if len(self.kept) > MOST_RECORDS:
+                del self.kept[1::2]
+                self.every *= 2
+        self.count += 1
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        yield from self.kept
+        if self.last is not None and self.last is not self.kept[-1]:
+            yield self.last
+
+
+def _record(line: bytes, kind: str) -> dict[str, Any]:
+    record = typed(dict[str, Any], parse_json(line), "the line")
+    for name in ("step", "tokens"):
+        typed(int, record.get(name), name)
+    if kind == "val":
+        typed(float, record.get("seconds"), "seconds", finite=True)
+        typed(float | None, record.get("val_loss"), "val_loss", finite=True)
+        return record
+    for name, value in record.items():
+        if name not in ("kind", "step", "tokens"):
+            typed(float | None | tuple[float | None, ...], value, name, finite=True)
+    return record
+
+
+def _layers(record: dict[str, Any]) -> dict[str, int]:
+    return {name: len(value) if isinstance(value, list) else 0 for name, value in record.items()}
+
+
+def newest_values(folder: Path) -> dict[str, float]:
+    """The newest finite values of NEWEST in metrics.jsonl, from the end of the file; those that it has."""
+    found: dict[str, float] = {}
     with suppress(FileNotFoundError), Run(folder).metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in file.read().split(b"\n")[:-1]:
-            with suppress(ValueError):  # the first may begin in the middle
-                merged |= json.loads(line)
-    return merged
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with suppress(UserError):  # the first may begin in the middle
+                record = typed(dict[str, Any], parse_json(line), "the line")
+                for name in NEWEST:
+                    if name not in found and record.get(name) is not None:
+                        found[name] = typed(float, record[name], name, finite=True)
+            if len(found) == len(NEWEST):
+                break
+    return found
 
 
 def _has_null(record: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ class TerminalReporter(Reporter):
     """A progress bar with losses, speed and the time left."""
 
     def __init__(self, console: Console) -> None:
-        name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+        name, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[figures]}")
         columns = (name, BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn())
         self.progress = Progress(*columns, console=console)
         self.figures = dict.fromkeys(("loss", "val", "speed"), "")
@@ -82,7 +82,7 @@ class PlainReporter(Reporter):
         self._print(f"step {step:,}/{self.steps:,}  validation loss {loss:.4f}")
 
     def _print(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text)
 
 
 def reporter_for(console: Console) -> Reporter:

@@ -5,18 +5,19 @@ import json
 import platform
 import re
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
-from angpt.config import TrainConfig, from_dict, read_toml, to_toml
+from angpt.config import TrainConfig
 from angpt.errors import UserError
-from angpt.system import new_folder, write_atomically
+from angpt.serialization import check_settings, parse_json, read_json, read_toml, to_toml
+from angpt.system import LOCK, locked, new_folder, try_lock, write_atomically
 from angpt.version import __version__
 
 Status = Literal["finished", "interrupted", "diverged"]
@@ -47,6 +48,10 @@ class Summary:
     environment: dict[str, str]
     """Versions, commit and hardware."""
 
+    def __post_init__(self) -> None:
+        check_settings(self, "positive", lambda value: value > 0, "steps", "val_loss", "parameters", "flops_per_token")
+        check_settings(self, "0 or more", lambda value: value >= 0, "step", "tokens", "seconds", "tokens_per_s")
+
 
 @dataclass(frozen=True)
 class Run:
@@ -73,7 +78,7 @@ class Run:
         if path.exists():
             raise UserError(f"{path}: exists; continue with `--resume {path}` or choose another --out")
         with new_folder(path) as part:
-            (part / "config.toml").write_text(to_toml(config), encoding="utf-8")
+            write_atomically(part / "config.toml", to_toml(config))
         return cls(path)
 
     @classmethod
@@ -83,7 +88,8 @@ class Run:
         return cls(path)
 
     def config(self) -> TrainConfig:
-        return read_toml(TrainConfig, self.path / "config.toml")
+        stat = (self.path / "config.toml").stat()
+        return _config(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def write_config(self, config: TrainConfig) -> None:
         """Replace the configuration if it differs."""
@@ -93,45 +99,34 @@ class Run:
     def summary(self) -> Summary | None:
         """How the run ended; None while it is running, or if it was killed."""
         path = self.path / "summary.json"
-        if not path.exists():
-            return None
-        try:
-            return from_dict(Summary, json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, UserError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); remove it and continue with --resume") from error
+        return read_json(Summary, path, "remove it and continue with --resume") if path.exists() else None
 
     def write_summary(self, summary: Summary) -> None:
         write_atomically(self.path / "summary.json", json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n")
 
-    def records(self) -> Iterator[dict[str, Any]]:
-        """The records of metrics.jsonl; a last line that a killed process left incomplete is skipped."""
-        with suppress(FileNotFoundError), self.metrics.open(encoding="utf-8") as file:
-            yield from (json.loads(line) for line in file if line.endswith("\n"))
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """The numbered lines of metrics.jsonl, without a last one that a killed process left incomplete."""
+        with suppress(FileNotFoundError), self.metrics.open("rb") as file:
+            yield from ((number, line) for number, line in enumerate(file, start=1) if line.endswith(b"\n"))
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the lock of the folder in a `with` block; it is released however the process ends."""
-        with (self.path / ".lock").open("w") as file:
-            if not _take(file, fcntl.LOCK_EX):
-                time.sleep(0.1)  # `busy` holds it for a moment
-                if not _take(file, fcntl.LOCK_EX):
-                    raise UserError(f"{self.path}: another process is training here")
-            yield
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        return (parse_json(line) for _, line in self.lines())
+
+    def lock(self) -> AbstractContextManager[None]:
+        """The lock of the folder, held in a `with` block."""
+        return locked(self.path / LOCK, "another process is training here")
 
     def busy(self) -> bool:
         """True if a process trains in this folder."""
-        with suppress(FileNotFoundError), (self.path / ".lock").open("r") as file:
-            return not _take(file, fcntl.LOCK_SH)
+        with suppress(FileNotFoundError), (self.path / LOCK).open("r") as file:
+            return not try_lock(file.fileno(), fcntl.LOCK_SH)
         return False
 
 
-def _take(file: IO[str], kind: int) -> bool:
-    """Try to lock a file until it is closed; True if that succeeded."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+@lru_cache(maxsize=8192)
+def _config(folder: Path, *_version: int) -> TrainConfig:
+    return read_toml(TrainConfig, folder / "config.toml")
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -98,7 +98,7 @@ def sinks_for(config: TrainConfig, run: Path, step: int) -> list[Sink]:
     if config.wandb:
         import wandb
 
-        identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]  # the same when resumed
+        identity = hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]  # the same when resumed
         options: dict[str, Any] = {"name": run.name, "id": identity, "dir": run, "config": asdict(config)}
         session = wandb.init(project="angpt", resume="allow", **options)
         found.append(Copies(lambda name, value, step: session.log({name: value}, step=step), session.finish))

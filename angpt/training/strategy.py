@@ -5,6 +5,7 @@ process. With FSDP, matrices are gathered block by block to compute, and every r
 """
 
 import os
+import signal
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -141,6 +142,9 @@ class Distributed(Strategy):
         self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            dist.barrier(self.files)
         dist.destroy_process_group()
         self.watchdog.stop()  # last, because ending the connection may hang
         if (words := lost_rank(error)) is not None:

@@ -76,6 +76,7 @@ class Trainer:
             if (theirs := getattr(state, name)) != ours:
                 what = name.removesuffix("_fingerprint")
                 raise UserError(f"{path}: the checkpoint has another {what} ({theirs}) than the run ({ours})")
+        checkpoint.check_config(path, state, self.config)
         tensors = self.tensors()
         checkpoint.Reader(path).fill(tensors)
         torch.set_rng_state(tensors[checkpoint.RNG].rows)
@@ -98,7 +99,8 @@ class Trainer:
         """Check that all replicas are equal, and begin to write a checkpoint."""
         self.strategy.compare_replicas(self.engine.tensors())
         progress: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "val_loss": self.val_loss}
-        state = checkpoint.State(**progress, **self.identity(), metrics_bytes=self.metrics.sync(), sha256={})
+        progress |= {"metrics_bytes": self.metrics.sync(), "sha256": {}}
+        state = checkpoint.State(**progress, **self.identity(), config=self.config)
         self.writer.save(self.tensors(), state)
 
     def train(self) -> Summary:

@@ -10,9 +10,9 @@ from angpt.analysis import learned, moments
 from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, open_text, state_of
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
-from angpt.config import read_toml, to_toml
 from angpt.errors import UserError
 from angpt.inference.source import open_source
+from angpt.serialization import json_values, read_toml, seal, to_toml, unseal
 from angpt.training.record import RunRecord
 from angpt.training.run import Run
 from tests.analysis.parts import measure_attention, measure_factors, measure_norms, measure_robustness
@@ -116,6 +116,9 @@ def test_documents_are_masked_as_in_the_run(runs, tmp_path):
     config = Run.open(masked).config()
     changed = dataclasses.replace(config, data=dataclasses.replace(config.data, mask_documents=True))
     (masked / "config.toml").write_text(to_toml(changed))
+    for file in masked.glob("checkpoints/*/state.json"):
+        state = unseal(json_values(file))
+        file.write_text(json.dumps(seal(state | {"config": dataclasses.asdict(changed)})))
     with pytest.raises(UserError, match="do not say where documents end"):
         analyse([masked], ["attention"], tokens=TOKENS)
 
@@ -147,7 +150,7 @@ def test_damaged_files_are_named(runs, tmp_path):
     shutil.copytree(runs["angpt"], broken)
     with (broken / "metrics.jsonl").open("a") as file:
         file.write("{broken}\n")
-    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 22: is no record of a run"):
         analyse([broken], ["norms"], tokens=TOKENS)
     shutil.rmtree(broken / "checkpoints")
     (broken / "metrics.jsonl").write_text("")

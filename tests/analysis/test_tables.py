@@ -173,6 +173,15 @@ def test_a_claim_names_what_was_measured(measured):
     assert here["α"] == "From 0.05 to means of -1.60 to 1.94; of |α|, 0.200 to 1.94."
 
 
+def test_names_are_no_html(measured):
+    """Folders, whose names label runs that would have the same name, and arguments of the command may hold anything."""
+    tag = "<img src=x onerror=alert(1)></td><!-- `"
+    runs = [dataclasses.replace(run, label=tag + run.label) for run in measured.runs]
+    page = markdown(dataclasses.replace(measured, runs=runs), [], f"angpt analyze {tag}\n{tag}")
+    assert page.count("&lt;img") > 4
+    assert not re.search("<[a-zA-Z/!?]", page)
+
+
 def test_every_row_of_the_document_has_the_cells_of_its_heading(measured):
     heading, tables_seen = 0, 0
     for line in markdown(measured, [], "angpt analyze").splitlines():

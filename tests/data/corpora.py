@@ -51,4 +51,5 @@ def write_llmc(path: Path, tokens: np.ndarray, claimed: int | None = None, versi
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """The files of a folder, without those that say which process or which copy of the files it was."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*"))}

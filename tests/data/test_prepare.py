@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, models
 
 from angpt.data import prepare as prepare_module
 from angpt.data.journal import JOURNAL, Journal
 from angpt.data.shards import Index, ShardWriter, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from tests.data.corpora import NEOX, REAL, folder_bytes, prepare, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,7 @@ needs_corpus = pytest.mark.skipif(not NEOX.exists(), reason=f"no corpus at {REAL
 
 
 def quiet() -> Console:
-    return Console(file=io.StringIO())
+    return terminal(file=io.StringIO())
 
 
 @pytest.fixture
@@ -72,20 +74,7 @@ def test_the_number_of_workers_changes_nothing(corpus, tmp_path, undisturbed, mo
 
 def test_killed_and_run_again(corpus, tmp_path, undisturbed):
     out = tmp_path / "out"
-    script = textwrap.dedent(f"""
-        import time
-        from pathlib import Path
-        from angpt.data import prepare as module
-        module.CHUNK_BYTES = 3000
-        write = module.ShardWriter.write
-        def slow(*args):
-            time.sleep(0.01)
-            write(*args)
-        module.ShardWriter.write = slow
-        from tests.data.corpora import prepare
-        prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
-    """)
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT)
+    process = slow_prepare(corpus, out)
     try:
         wait_for_lines(out / JOURNAL, 4)
     finally:
@@ -101,6 +90,38 @@ def test_killed_and_run_again(corpus, tmp_path, undisturbed):
     prepare(corpus, out, console=quiet(), **OPTIONS)
     assert folder_bytes(out) == undisturbed
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == before
+
+
+def slow_prepare(corpus, out):
+    """A process that prepares a folder in small pieces."""
+    script = textwrap.dedent(f"""
+        import time
+        from pathlib import Path
+        from angpt.data import prepare as module
+        module.CHUNK_BYTES = 3000
+        write = module.ShardWriter.write
+        def slow(*args):
+            time.sleep(0.01)
+            write(*args)
+        module.ShardWriter.write = slow
+        from tests.data.corpora import prepare
+        prepare({corpus!r}, Path({str(out)!r}), **{OPTIONS!r})
+    """)
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.DEVNULL, cwd=ROOT)
+
+
+def test_two_at_once_do_not_disturb_each_other(corpus, tmp_path, undisturbed):
+    """The second says which process is there and changes nothing; when that one is killed, it can go on."""
+    out = tmp_path / "out"
+    with slow_prepare(corpus, out) as process:
+        wait_for_lines(out / JOURNAL, 2)
+        for _ in range(5):
+            with pytest.raises(UserError, match=rf"another process prepares this folder \(process {process.pid} on"):
+                prepare(corpus, out, console=quiet(), **OPTIONS)
+        wait_for_lines(out / JOURNAL, 4)
+        process.kill()
+    prepare(corpus, out, console=quiet(), **OPTIONS)
+    assert folder_bytes(out) == undisturbed
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -291,10 +312,30 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch)
     assert data.read(0, data.tokens).tolist() == [*expected, data.eot]
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (models.BPE(), "the tokenizer has no vocabulary"),
+        (models.WordLevel({"a": 0}, unk_token="a"), "the tokenizer has no end-of-text token"),
+        (models.WordLevel({"</s>": 0}), "the tokenizer cannot encode every text"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_leaves_no_folder(corpus, tmp_path, model, message):
+    Tokenizer(model).save(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match=message):
+        prepare(corpus, tmp_path / "out", tokenizer=str(tmp_path / "t.json"), console=quiet())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_has_no_line_break_in_its_name(corpus, tmp_path):
+    with pytest.raises(UserError, match="has control characters in its name"):
+        prepare(corpus, tmp_path / "a\nb", **OPTIONS)
+
+
 def test_progress_on_a_terminal_and_elsewhere(corpus, tmp_path):
-    for terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
-        prepare(corpus, tmp_path / str(terminal), console=console, **OPTIONS)
+    for live in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=live, width=120)
+        prepare(corpus, tmp_path / str(live), console=console, **OPTIONS)
         assert "2,000 documents" in console.file.getvalue()
         assert "tokens/s" in console.file.getvalue()
 

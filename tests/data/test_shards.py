@@ -93,6 +93,9 @@ def test_what_cannot_be_opened(tmp_path):
     write_llmc(tmp_path / "train.bin", np.arange(10), claimed=11)
     with pytest.raises(UserError, match=r"train.bin: has 1,044 bytes and should have 1,046"):
         TokenData.open(tmp_path, "train")
+    write_llmc(tmp_path / "train.bin", np.arange(0))
+    with pytest.raises(UserError, match=r"train.bin: has no tokens"):
+        TokenData.open(tmp_path, "train")
     write_llmc(tmp_path / "train.bin", np.arange(10), version=2)
     with pytest.raises(UserError, match=r"train.bin: llm.c format version 2"):
         TokenData.open(tmp_path, "train")
@@ -116,12 +119,13 @@ def test_damaged_folder(folder):
         (lambda values: values | {"format": 2}, "format 2"),
         (lambda values: values | {"extra": 1}, "extra"),
         (lambda values: {k: v for k, v in values.items() if k != "eot"}, "eot"),
-        (lambda values: [], "list"),
+        (lambda values: [], "must be a table"),
     ],
 )
 def test_an_index_that_is_not_ours(folder, change, message):
     path = folder / "index.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    values = {name: value for name, value in json.loads(path.read_text()).items() if name != "checksum"}
+    path.write_text(json.dumps(change(values)))
     with pytest.raises(UserError, match=message):
         TokenData.open(folder, "train")
 

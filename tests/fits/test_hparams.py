@@ -8,12 +8,12 @@ import pytest
 from scipy import stats
 from scipy.interpolate import Akima1DInterpolator
 
-from angpt.config import from_dict
 from angpt.errors import UserError
 from angpt.fits.hparams import fit_hparams, fit_sweep
 from angpt.fits.plane import fit_plane
 from angpt.fits.records import Record, average
 from angpt.fits.rules import RULES, write_rules
+from angpt.serialization import from_dict
 from angpt.training.plan import Rule
 from tests.fits.synthetic import Valley, sweep_records
 from tests.intervals import check_intervals

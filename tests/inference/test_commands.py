@@ -71,6 +71,7 @@ def test_a_sliding_window_goes_beyond_the_context(run: Run, capsys: pytest.Captu
         (("generate", "{run}", "x", "--stop", ""), "stop string must not be empty"),
         (("generate", "{run}", "x", "--tokens", "0"), "at least one token"),
         (("generate", "{run}", "x", "--seed", "-1"), "seed must not be negative"),
+        (("generate", "{run}", "x\udcff"), "a prompt is not valid Unicode"),
         (("fold",), "which model?"),
         (("fold", "{run}", "--out", "{run}"), "exists"),
         (("export", "hf", "nowhere"), "does not exist"),

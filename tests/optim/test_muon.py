@@ -8,7 +8,7 @@ from torch import nn
 
 import angpt
 from angpt.cli.main import main
-from angpt.config import OptimizerConfig, TrainConfig, to_toml
+from angpt.config import OptimizerConfig, TrainConfig
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.optim import muon
@@ -24,6 +24,7 @@ from angpt.optim.muon import (
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.standalone import hidden_matrices
 from angpt.present.words import label
+from angpt.serialization import to_toml
 from angpt.training.engine import Engine
 from angpt.training.plan import make_plan
 from tests.optim.test_adam import batches, tiny

@@ -2,6 +2,7 @@ import base64
 import csv
 import dataclasses
 import io
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,10 +11,14 @@ import pytest
 
 from angpt.errors import UserError
 from angpt.present import words as text
+from angpt.present.charts import Chart, write_chart
 from angpt.report import inside, write_report
+from angpt.report.figures import loss_curves
+from angpt.report.records import Material, ReportedRun
 from angpt.results import Result
 from angpt.stats import Interval
 from angpt.training import checkpoint
+from angpt.training.record import Evaluation
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
@@ -277,5 +282,30 @@ def test_numbers_read_well() -> None:
 def test_broken_metrics_are_an_error_that_names_the_file(complete: Written, tmp_path: Path) -> None:
     run = make_run(tmp_path / complete.result.runs[0].name, complete.result.runs[0], tmp_path)
     (run / "metrics.jsonl").write_text('{"kind": "val"}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 1: cannot be read"):
         write_report(tmp_path, [run], complete.result, tmp_path / "out")
+
+
+def test_many_runs_with_many_evaluations_make_a_small_page(tmp_path: Path) -> None:
+    """2,000 runs, of which each has a hundred evaluations: the page links to their numbers."""
+    runs = [
+        dataclasses.replace(run, name=f"{run.name}-{copy}", seed=copy)
+        for copy in range(500)
+        for run in run_results(["gpt+", "angpt"], [40_000, 80_000])[::2]
+    ]
+    material = Material(make_result(runs), tuple(ReportedRun(run, Curve(run.tokens)) for run in runs))  # type: ignore[arg-type]
+    chart = loss_curves(material)
+    assert isinstance(chart, Chart)
+    drawn = write_chart(chart, tmp_path)
+    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) < 2_000_000
+    assert drawn.data_uri == f"{tmp_path.name}/loss.csv"
+    assert (tmp_path / "loss.csv").read_text().count("\n") == 1 + 100 * len(runs)
+
+
+class Curve:
+    """The evaluations of a run."""
+
+    def __init__(self, tokens: int) -> None:
+        self.evaluations = [
+            Evaluation(tokens * i // 100, 0.1 * i, 2 + 1 / i + 0.01 * math.sin(i)) for i in range(1, 101)
+        ]

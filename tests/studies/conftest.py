@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from angpt.config import TrainConfig, from_dict
+from angpt.config import TrainConfig
+from angpt.serialization import from_dict
 from angpt.studies.compare import Comparison
 from angpt.studies.study import Study
 from angpt.training.plan import make_plan

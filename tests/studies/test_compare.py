@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from angpt.cli.main import main
-from angpt.config import read_toml, to_toml
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.results import Result
+from angpt.serialization import read_toml, to_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import Interrupted, Processes, execute
 from angpt.studies.folders import summarise_runs
@@ -307,13 +307,26 @@ def test_names(data, tmp_path):
     assert re.fullmatch(r"angpt-no-lerp-lr0\.0\d+", trials(study)[1].folder.name)
 
 
-@pytest.mark.parametrize("names", ["short", "full"])
-def test_two_learning_rates_never_share_a_name(data, tmp_path, names):
+def test_two_learning_rates_never_share_a_name(data, tmp_path):
     config = compare(data, tmp_path).config
-    near = ("0.5x", "1x") if names == "short" else (0.01, 0.01000001)
-    grid = dataclasses.replace(config.grid[0], lrs=near)
-    with pytest.raises(UserError, match="two runs have this name"):
-        Study(tmp_path, dataclasses.replace(config, grid=(grid,), names=names)).jobs()
+
+    def folders(names, *lrs):
+        grid = dataclasses.replace(config.grid[0], lrs=lrs)
+        study = Study(tmp_path, dataclasses.replace(config, grid=(grid,), names=names))
+        return {job.config.optimizer.lr: job.folder.name for job in study.jobs()}
+
+    with pytest.raises(UserError, match="two runs have this name; use names = 'full'"):
+        folders("short", "0.5x", "1x")
+    rates = (0.01, 0.0100000001, 1e-5, 0.00001000000000000001, 1.0, 3e-4)
+    found = folders("full", *rates)
+    assert len(set(found.values())) == len(rates)
+    assert all(float(re.search("-lr(.*)-s", name)[1]) == lr for lr, name in found.items())
+    assert {found[lr].split("-lr")[1].split("-s")[0] for lr in (0.01, 1e-5, 1.0, 3e-4)} == {
+        "0.01",
+        "1e-05",
+        "1",
+        "0.0003",
+    }
 
 
 def test_a_folder_of_another_run_is_not_taken_for_this_one(data, tmp_path):

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from angpt.config import read_toml
 from angpt.errors import UserError
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, budget_name, groups, largest_lines, run_config, short, start_lines
 from angpt.studies.study import Study
@@ -171,7 +171,9 @@ def test_the_largest_grid(read):
         ('baseline = "gpt+"', "lrs = {angpt = 0}", "lrs: the rate of angpt must be positive"),
         ('baseline = "gpt+"', 'names = "long"', "names must be 'full' or 'short', not 'long'"),
         ("batches = [128, 256]", "tune = 3", "grid.tune: chooses the learning rate, so lrs and batches must have one"),
-        ("batches = [128, 256]", "tune = -3", "grid.tune = -3 must not be negative"),
+        ("batches = [128, 256]", "tune = -3", "grid.tune = -3 must be from 0 to 64"),
+        ("batches = [128, 256]", "tune = 1000000", "grid.tune = 1000000 must be from 0 to 64"),
+        ("n_heads = 2", "", "the key 'shapes.a.n_heads' is missing"),
         ("threads = 1", "threads = 0", "threads must be positive"),
         ("[shapes.b]", '[shapes."b/c"]', "shapes.b/c: a name of letters"),
         ("[shapes.b]", '[shapes."32M"]', "shapes.32M: a name of letters"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from angpt.config import read_toml
 from angpt.errors import UserError
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.executor import InProcess, Processes
 from angpt.studies.progress import progress
@@ -241,6 +241,10 @@ def test_a_run_of_another_device_is_the_same_run(make):
         (('"angpt"]', '"angtp"]'), "unknown architecture 'angtp'"),
         (("d_model = 32", "d_model = 33"), "does not divide"),
         (("[train]", "[train]\nmicro_batch = 3"), "micro_batch = 3 does not divide"),
+        (
+            ("lrs = [0.004, 0.016, 0.064]", "lrs = [0.1, 0.10001]\nlr_limits = [1e-10, 1]"),
+            "more than 1,000 values between",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_written(make, capsys, change, message):
@@ -262,6 +266,7 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
         (("run", file, "--out", file), "s.toml: is there and is not an empty folder"),
         (("run", file, "--out", "/proc/nowhere/s"), "/proc/nowhere/s: cannot be written to"),
         (("plan", file, "--tflops", "-1"), "--tflops -1.0: must be positive"),
+        (("run", file, "--out", tmp_path / "a\nb"), "a\\nb: has control characters in its name"),
         (("run", file, "--gpus", "2"), "--gpus is for --slurm"),
         (("run", file, "--slurm", "--workers", "2"), "--workers is for runs on this machine"),
         (("run", file, "--workers", "-1", "--out", tmp_path / "w"), "at least one is needed"),

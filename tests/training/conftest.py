@@ -4,7 +4,8 @@ import signal
 import numpy as np
 import pytest
 
-from angpt.config import TrainConfig, from_dict
+from angpt.config import TrainConfig
+from angpt.serialization import from_dict
 from angpt.training.checkpoint import Reader
 from angpt.training.reporter import Quiet
 

@@ -1,9 +1,10 @@
 """The command `angpt` with one rank that goes wrong in the first attempt: FAULT=KIND:RANK:STEP in the environment.
 
 die: killed in a step; save: killed in the middle of a checkpoint; hang: never comes to a step; freeze: stopped in one;
-flip: a bit of a vector changes after a step.
+flip: a bit of a vector changes after a step; slow: writes the checkpoint of a step, and ends, later than the others.
 """
 
+import atexit
 import os
 import signal
 import time
@@ -39,6 +40,12 @@ def faulty_write(part, *args):
     return sums
 
 
+def slow_write(part, *args):
+    if part.name.endswith(f"-{int(step):09d}"):
+        time.sleep(3)
+    return write_files(part, *args)
+
+
 def faulty_prefetch(self, loader):
     def batches():
         with beat(self, loader) as inner:
@@ -61,6 +68,9 @@ if __name__ == "__main__":
                 Trainer.train_step = faulty_step
             case "save":
                 checkpoint.write_files = faulty_write
+            case "slow":
+                checkpoint.write_files = slow_write
+                atexit.register(time.sleep, 1)
             case "hang":
                 Trainer.prefetch = faulty_prefetch
     main()

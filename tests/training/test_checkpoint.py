@@ -1,9 +1,11 @@
 import hashlib
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -143,6 +145,28 @@ def test_damaged_ones_ahead_do_not_push_out_a_good_one(tmp_path, keep):
     assert len(checkpoint.found(tmp_path)) == keep
 
 
+def test_links_to_checkpoints_are_removed_and_what_they_point_to_stays(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in (1, 2):
+        save(folder, step)
+    (folder / "step-000000001").rename(elsewhere)
+    for name in ("step-000000001", ".part-000000003", ".part-000000002-old"):
+        (folder / name).symlink_to(elsewhere)
+    (folder / "step-000000000").symlink_to(tmp_path / "nowhere")
+    (folder / "step-000000002").rename(tmp_path / "two")
+    (folder / "step-000000002").symlink_to(tmp_path / "two")
+    assert checkpoint.newest(folder).name == "step-000000002"
+    save(folder, 2)  # as if it had been damaged
+    save(folder, 3)
+    assert sorted(path.name for path in folder.glob("*0*")) == ["step-000000000", "step-000000002", "step-000000003"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    assert checkpoint.read_state(tmp_path / "two").step == 2
+
+
 def test_an_unfinished_one_is_not_seen_and_cleared_by_the_next(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".part-000000002").mkdir()
@@ -170,6 +194,26 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_replaced(tmp_path, name, da
         assert checkpoint.newest(tmp_path).name == "step-000000001"
     save(tmp_path, 2)
     assert checkpoint.newest(tmp_path).name == "step-000000002"
+
+
+def test_every_changed_character_of_the_state_is_found(tmp_path):
+    """The checkpoint counts as damaged, or its state is the same."""
+    save(tmp_path, 1)
+    file, rng = save(tmp_path, 2) / "state.json", random.Random(0)
+    state, content = checkpoint.read_state(file.parent), file.read_bytes()
+    for _ in range(100):
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(flipped)
+        with suppress(UserError):
+            assert checkpoint.read_state(file.parent) == state
+    text = content.decode()
+    for name in ("step", "metrics_bytes", "seconds", "val_loss"):
+        file.write_text(re.sub(rf'("{name}": )', r"\g<1>1", text))
+        with pytest.warns(UserWarning, match="step-000000002: the checkpoint is damaged .the checksum is wrong"):
+            assert checkpoint.newest(tmp_path).name == "step-000000001"
+    file.write_text(re.sub(r',\s*"checksum": "\w+"', "", text))
+    assert checkpoint.read_state(file.parent) == state  # a state that an earlier version wrote
 
 
 def test_none(tmp_path):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from angpt.config import to_toml
+from angpt.serialization import to_toml
 from angpt.training import checkpoint
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from tests.training.conftest import small, without_timing
+from tests.training.conftest import DIVERGES, small, without_timing
 from tests.training.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +84,23 @@ def test_a_rank_with_other_parameters_is_named(config, tmp_path):
     assert re.search(r"exitcode +: 2", said)
     assert "compare_replicas" not in said  # no traceback
     assert checkpoint.newest(tmp_path / "run" / "checkpoints").name == "step-000000004"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_divergence_keeps_the_checkpoint_that_is_being_written(data, tmp_path, parallel, rank):
+    """The second step diverges while a rank still writes the checkpoint of the first."""
+    file, run = tmp_path / "c.toml", Run(tmp_path / "run")
+    file.write_text(to_toml(small(data, "gpt+", parallel=parallel, layers_every=12, eval_every=12, **DIVERGES)))
+    _, said = ends(torchrun("--config", file, "--out", run.path, fault=f"slow:{rank}:1"))
+    summary = run.summary()
+    assert (summary.status, summary.step, summary.checkpoint) == ("diverged", 2, "step-000000001"), said
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step-000000001"]
+    assert checkpoint.newest(run.checkpoints) is not None
+    assert re.findall(r"exitcode +: (-?\d+)", said) == ["4", "4"], said
+    assert (run.logs / "rank-00001.log").exists()
+    assert not any(path.stat().st_mode & 0o111 for path in run.path.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow

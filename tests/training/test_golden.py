@@ -24,7 +24,8 @@ RECIPES = ("gpt+", "ngpt", "angpt", "gpt+:muon", "ngpt:muon", "angpt:muon")
 def losses(data, recipe, out):
     config = small(data, tokens="5120").with_recipe(recipe)
     if config.optimizer.name == "muon":  # not from the rule, which changes with measurements
-        config = replace(config, optimizer=replace(config.optimizer, adam_lr=1e-2))
+        free = {"weight_decay": 0.1, "warmup": 0.1} if recipe.startswith("gpt+") else {}
+        config = replace(config, optimizer=replace(config.optimizer, adam_lr=1e-2, **free))
     start(config, out, Quiet())
     return [r["loss"] for r in Run.open(out).records() if r["kind"] == "train"]
 

@@ -1,15 +1,14 @@
+import json
 import re
 import shutil
-from functools import cached_property
 
 import numpy as np
 import pytest
 import torch
 
-from angpt.config import to_toml
-from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.operations import kernels_enabled
+from angpt.serialization import to_toml
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
@@ -96,15 +95,19 @@ def mistakes(data, tmp_path):
     }
 
 
+REMEMBERED = (".lock", ".verified.json")
+"""Files that say which process was there, and that tokens have been verified."""
+
+
 def test_mistakes_exit_with_2_and_touch_nothing(data, tmp_path, capsys):
     cases = mistakes(data, tmp_path)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name not in REMEMBERED}
     for message, args in cases.items():
         code, text = angpt(capsys, "train", *args)
         assert code == 2, (message, text)
         assert re.sub(r"\s+", " ", message) in text, (message, text)
         assert "Traceback" not in text
-    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name not in REMEMBERED}
     assert before == after
 
 
@@ -128,11 +131,18 @@ def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
         ({"model__context": 4096, "batch_tokens": 4096, "micro_batch": 1}, "too few for one window"),
         ({"data__mask_documents": True}, "raw tokens do not say where documents end"),
         ({"wandb": True}, "wandb is not installed"),
+        ({"data__tuning_split": 1e-9}, "tuning_split = 1e-09 of 5,000 tokens leaves a part without tokens"),
     ],
 )
 def test_what_would_stop_a_run_is_found_before_its_folder_is_made(data, tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         start(small(data, **overrides), tmp_path / "run", Quiet())
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_folder_has_no_line_break_in_its_name(data, tmp_path):
+    with pytest.raises(UserError, match="has control characters in its name; choose another --out"):
+        start(small(data), tmp_path / "a\nb", Quiet())
     assert not any(tmp_path.iterdir())
 
 
@@ -186,6 +196,32 @@ def test_what_would_change_the_numbers_is_refused(data, tmp_path, capsys, option
     assert (tmp_path / "run" / "config.toml").read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("seed", "0", "1"), ("optimizer.beta2", "0.95", "0.96"), ("model.rotary_base", "10000.0", "10000.5")],
+)
+def test_a_run_is_not_resumed_with_an_edited_configuration(data, tmp_path, capsys, name, old, new):
+    run = tmp_path / "run"
+    start(small(data), run, Stops(5))
+    text = (run / "config.toml").read_text()
+    key = name.rpartition(".")[2]
+    edited = text.replace(f"\n{key} = {old}\n", f"\n{key} = {new}\n")
+    assert edited != text
+    (run / "config.toml").write_text(edited)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    code, said = angpt(capsys, "train", "--resume", run)
+    assert code == 2
+    assert "config.toml: differs from what step-00000000" in said
+    assert f"was trained with ({name} = {new}, not {old}); restore it" in said
+    assert angpt(capsys, "generate", run)[0] == 2
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"} == before
+    (run / "config.toml").write_text(text.replace("log_every = 3", "log_every = 4"))
+    for path in (run / "checkpoints").glob("*/state.json"):  # as earlier versions wrote it
+        values = json.loads(path.read_text())
+        path.write_text(json.dumps({k: v for k, v in values.items() if k not in ("config", "checksum")}))
+    assert resume(run, Quiet()).status == "finished"
+
+
 def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     start(small(data), tmp_path / "run", Stops(5))
     before = (tmp_path / "run" / "config.toml").read_text()
@@ -195,15 +231,6 @@ def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     assert code == 2
     assert "the checkpoint has another data" in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
-
-
-def test_raw_tokens_are_scanned_once(data, tmp_path, monkeypatch):
-    scanned, largest = [], TokenData.max_token.func
-    counting = cached_property(lambda self: scanned.append(self.split) or largest(self))
-    counting.__set_name__(TokenData, "max_token")
-    monkeypatch.setattr(TokenData, "max_token", counting)
-    start(small(data, tokens="512"), tmp_path / "run", Quiet())
-    assert sorted(scanned) == ["train", "val"]
 
 
 def test_kernels_are_off_while_a_run_says_so(data, tmp_path):

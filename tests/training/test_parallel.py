@@ -25,7 +25,7 @@ from angpt.training.ranks import name_attempt
 from angpt.training.strategy import SingleProcess, choose_strategy
 from angpt.training.watchdog import Watchdog
 from tests.training.conftest import small
-from tests.training.ranks import spread
+from tests.training.ranks import environment, free_port, spread
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("gpt+", "ngpt", "angpt")
@@ -238,6 +238,9 @@ def test_the_rank_that_hangs_is_found(beats, silent, words):
         ({"RANK": "0"}, "WORLD_SIZE = '' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is no number"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK = 'first' is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK = 0 must be below WORLD_SIZE = 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 must be below WORLD_SIZE = 2"),
+        ({"RANK": "0", "WORLD_SIZE": "²"}, "WORLD_SIZE = '²' is no number"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "the other ranks were not found at None:None"),
     ],
 )
@@ -248,6 +251,15 @@ def test_a_broken_environment_is_told(monkeypatch, environment, words):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=re.escape(words)):
         choose_strategy(torch.device("cpu"), "ddp", None, 1.0)
+
+
+def test_a_rank_without_its_master_waits_as_long_as_it_is_told(monkeypatch):
+    for name, value in environment(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(UserError, match=r"rank 1: the other ranks were not found at 127.0.0.1:.*Connection refused"):
+        choose_strategy(torch.device("cpu"), "ddp", None, 1.0)
+    assert 1 < time.monotonic() - start < 5
 
 
 def test_several_ranks_need_a_batch_that_they_can_share(data):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from angpt.config import to_toml
+from angpt.serialization import to_toml
 from angpt.training.run import Run
 from tests.studies.conftest import write_study
 from tests.training.conftest import small, without_timing

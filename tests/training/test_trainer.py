@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.config import to_toml
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.models.variants import build
+from angpt.serialization import to_toml
 from angpt.training import checkpoint
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan

@@ -1,0 +1,93 @@
+"""Random bytes changed in every file that is written: what reads it succeeds or names the problem in one line, leaves
+the file as it is, and never gives other numbers because of damage that checksums can show."""
+
+import random
+
+import pytest
+
+from angpt.training import checkpoint
+from tests.torture.harness import CASES, changes, count, run, snapshot
+from tests.torture.material import PREPARE, TRAIN, copied
+from tests.torture.test_kills import end_of
+
+GENERATE = ("--tokens", "8", "--temperature", "0")
+REPORT = ("report", "study", "--out", "new")
+READERS = {
+    "c.toml": [(*TRAIN, "new")],
+    "s.toml": [("study", "plan", "s.toml")],
+    "sweep.csv": [("fit", "hparams", "sweep.csv", "--out", "new"), ("fit", "scaling", "sweep.csv", "--out", "new")],
+    "rules.toml": [("fit", "hparams", "sweep.csv", "--out", "new", "--write-rules", "rules.toml")],
+    "text": [(*PREPARE, "new")],
+    "data": [(*TRAIN, "new"), ("data", "info", "data"), ("eval", "runs/b", "--data", "data")],
+    "half": [(*PREPARE, "half")],
+    "runs/a": [
+        ("report", "runs/a", "runs/b", "--out", "new"),
+        ("eval", "runs/a"),
+        ("export", "hf", "runs/a", "--out", "new"),
+    ],
+    "runs/cut": [("train", "--resume", "runs/cut"), ("analyze", "runs/cut", "--out", "new", "--tokens", "256")],
+    "study": [REPORT, ("study", "status", "study"), ("study", "run", "study", "--workers", "0"), ("analyze", "study")],
+    "folded": [("generate", "folded", "tree", *GENERATE)],
+    "export": [("generate", "export", "tree", *GENERATE), ("import", "hf", "export", "--out", "new")],
+}
+"""Commands that read a file or folder."""
+NOT_READ = (".html", ".svg", ".png", ".md", ".lock", "fits", "modeling_angpt.py", "generation_config.json")
+"""Ends of the names of files that no command reads."""
+
+
+def flip(rng, file):
+    """Change one byte, or a few, or cut the file off."""
+    content = bytearray(file.read_bytes())
+    if not content:
+        return
+    if rng.random() < 0.1:
+        content = content[: rng.randrange(len(content))]
+    for _ in range(rng.choice([1, 1, 1, 8])):
+        if content:
+            content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def expected(material):
+    """The end of the run that is cut, resumed without damage, and text that undamaged models write."""
+    with copied(material, "runs", "data", "folded", "export") as folder:
+        assert run(folder, "train", "--resume", "runs/cut").code == 0
+        texts = {name: run(folder, "generate", name, "tree", *GENERATE).out for name in ("folded", "export")}
+        return end_of(folder / "runs" / "cut"), texts
+
+
+@pytest.mark.parametrize("seed", count(40, 500))
+def test_flips(material, expected, seed):
+    rng = random.Random(seed)
+    name = list(READERS)[seed % len(READERS)]
+    command = rng.choice(READERS[name])
+    with copied(material) as folder:
+        below = folder / name
+        files = [below] if below.is_file() else sorted(path for path in below.rglob("*") if path.is_file())
+        file = rng.choice([path for path in files if not path.name.endswith(NOT_READ)])
+        flip(rng, file)
+        where = str(file.relative_to(folder))
+        before = snapshot(folder)
+        CASES["flips"] += 1
+        outcome = run(folder, *command)
+        assert outcome.problem is None, f"{where}: angpt {command}: {outcome.problem}"
+        if outcome.code == 2:
+            allowed = ["new", "study/result", "half/"] if name in ("study", "half") else ["new"]
+            assert not changes(before, snapshot(folder), allowed), f"{where}: angpt {command}: {outcome.err}"
+        elif file.suffix == ".safetensors" and command[0] == "generate":
+            assert outcome.out == expected[1][name], f"{where}: other text"
+        elif file.suffix == ".safetensors" and command[:2] == ("train", "--resume"):
+            assert end_of(folder / name) == expected[0], f"{where}: another end"
+
+
+def test_every_checkpoint_damaged(material):
+    """Not silently begun anew."""
+    with copied(material, "runs/cut", "data") as folder:
+        for path in checkpoint.found(folder / "runs" / "cut" / "checkpoints"):
+            flip(random.Random(0), path / "model.safetensors")
+        before = snapshot(folder)
+        outcome = run(folder, "train", "--resume", "runs/cut")
+        assert outcome.code == 2
+        assert outcome.problem is None
+        assert not changes(before, snapshot(folder))
