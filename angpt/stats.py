@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-if TYPE_CHECKING:  # NumPy and SciPy are loaded where they are used: `angpt --help` does without
+if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 CONFIDENCE = 0.95
