@@ -110,6 +110,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None: ...
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the count of steps would be a constant of the code
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take a step; `closure` computes the loss and the gradients again, and its result is returned."""

@@ -288,6 +288,29 @@ def test_a_scheduler_and_a_closure_work():
     assert not torch.equal(before, model.head.weight)
 
 
+def test_a_compiled_step_is_not_compiled_again_and_again():
+    """Neither by the number of the step nor by a rate that changes; the result is that of the plain step."""
+    plain, compiled = Tower(), Tower()
+    compiled.load_state_dict(plain.state_dict())
+    one, two = angpt.Muon(plain), angpt.Muon(compiled)
+    angpt.constrain(one, plain)
+    angpt.constrain(two, compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step, graphs = torch.compile(two.step, backend="eager"), []
+    for number in range(6):
+        for model, optimizer, call in ((plain, one, one.step), (compiled, two, step)):
+            model(torch.arange(11)[None]).square().mean().backward()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 / (number + 1)
+            call()
+            optimizer.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[1]
+    for a, b in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
