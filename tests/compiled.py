@@ -49,13 +49,16 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
 
 def training() -> dict[str, dict]:
     from angpt.fast import optimizer_kernels as k
+    from angpt.fast.tuning import ADAM_WIDEST
 
     types = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32, "n_cols": "i32"}
-    adam = {"CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
+    adam = {"ADAM": True, "CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
     sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.BLOCK, "TILES": k.BLOCKS}
     return {
-        "rows of 1024": build(k._rows, types, 8, **adam, ROWS=k.TILE // 1024, COLS=1024),
-        "rows of 4096": build(k._rows, types, 8, **adam, ROWS=1, COLS=4096),
+        **{
+            f"rows of {width}": build(k._rows, types, 8, **adam, ROWS=max(1, k.TILE // width), COLS=width)
+            for width in (1024, 4096, ADAM_WIDEST)
+        },
         "columns": build(k._columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
         "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
     }

@@ -33,7 +33,7 @@ def test_they_fit_the_registers_and_read_wide(folder):
         assert found["shared"] <= SHARED, name
         if name in WIDE:
             continue
-        assert found["stack"] <= 16, name  # a register or two at the edge; what this is for are hundreds of bytes
+        assert found["stack"] <= 24, name  # up to six registers at the edge; what this is for are hundreds of bytes
         assert found["loads"].get("v4.b32", 0) > 0, name
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)
         assert narrow <= NARROW.get(name, 2), (name, found["loads"])

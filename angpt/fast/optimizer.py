@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angpt.fast import tuning
 from angpt.optim.adam import adam_
 from angpt.optim.muon import descend_, momentum_, symmetric_polynomial, symmetric_product
 from angpt.optim.optimizer import square_sum
@@ -64,7 +65,8 @@ def _is_matrix_on_gpu(x: Tensor) -> bool:
 
 def _adam_applies(states: Sequence[ParameterState], gradients: Sequence[Tensor] = (), *_: object, **__: object) -> bool:
     on_gpu = all(_is_matrix_on_gpu(s.weight) and s.weight.dtype == torch.float32 for s in states)
-    return on_gpu and all(map(_aligned, (*(t for s in states for t in (s.weight, s.exp_avg)), *gradients)))
+    fit = on_gpu and all(s.weight.shape[1] <= tuning.ADAM_WIDEST for s in states)
+    return fit and all(map(_aligned, (*(t for s in states for t in (s.weight, s.exp_avg)), *gradients)))
 
 
 def _square_sum_applies(tensors: Sequence[Tensor]) -> bool:

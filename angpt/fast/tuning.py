@@ -25,6 +25,8 @@ LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 
 ADAM_TILE = 2048
 """Adam: elements in registers per program, or a whole row if that is longer."""
+ADAM_WIDEST = 16_384
+"""Adam and the update of Muon: the longest row that fits in registers (tests/test_compiled.py)."""
 ADAM_COLUMNS, ADAM_COLUMN_ROWS = 16, 256
 """Adam with constrained columns: columns per program (64 bytes of each row, two memory sectors), rows at a time."""
 SQUARES_BLOCK, SQUARES_TILES = 4096, 8

@@ -4,9 +4,36 @@ import pytest
 import torch
 
 from angpt.constraints import Constraint
+from angpt.operations import kernels as kernels_set
 from angpt.optim.adam import adam_
+from angpt.optim.muon import descend_
 from angpt.optim.states import ParameterState
 from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
+
+
+@pytest.mark.parametrize(("width", "takes"), [(16_384, True), (16_385, False)])
+def test_the_widest_rows_are_left_to_the_plain_step(width, takes, monkeypatch):
+    """The kernels have a whole row in registers; the results do not depend on which form is taken."""
+    monkeypatch.setattr("angpt.fast.optimizer._is_matrix_on_gpu", lambda x: x.ndim == 2)
+    launched = []
+    for operation in (adam_, descend_):
+        fast = operation.fast
+        monkeypatch.setattr(operation, "fast", lambda *a, f=fast, **k: (launched.append(1), f(*a, **k)))
+    weight = torch.randn(3, width, device=DEVICE)
+    gradient, moments = torch.randn_like(weight), (torch.rand_like(weight), torch.rand_like(weight))
+    clip = torch.tensor(0.5, device=DEVICE)
+
+    def after(kind):
+        state = ParameterState(weight, weight.clone(), None, *(m.clone() for m in moments), 0.1, Constraint("bound", 1))
+        with kernels_set(kind):
+            adam_([state], [gradient.clone()], clip, lr=0.1, betas=(0.9, 0.95), eps=1e-9, step=3)
+            descend_([state], [gradient], 0.1, 2.0)
+        return state.weight
+
+    plain, chosen = after("off"), after("auto")
+    assert len(launched) == 2 * takes
+    torch.testing.assert_close(chosen, plain, rtol=1e-5, atol=1e-7)
+    assert chosen.norm(dim=1).tolist() == pytest.approx([1, 1, 1], rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(300, 100), (64, 256), (77, 33), (70, 1040)])
