@@ -240,7 +240,7 @@ class TrainConfig:
     layers_every: int | None = None
     """Steps between records of each layer (input norm, α, row norms); a fiftieth of the run unless given; 0: never."""
     record_moments: bool = False
-    """Also record the variance of Adam's first moment for each matrix, every 10 steps or 200 times in a long run."""
+    """Also record the variance of the first moment of each matrix, every 10 steps or 200 times in a long run."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; a tenth of the run unless given. One is always written at the end."""
     keep_checkpoints: int = 2

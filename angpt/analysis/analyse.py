@@ -15,7 +15,7 @@ from angpt.analysis.factors import FactorProbe, MeasuredFactor
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
-from angpt.config import Device, TrainConfig
+from angpt.config import Device, Recipe, TrainConfig
 from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import Source, open_source
@@ -45,7 +45,7 @@ class RunAnalysis:
 
     run: str
     """Name of the run folder."""
-    architecture: str
+    architecture: Recipe
     seed: int
     label: str
     """Unique name in tables and figures."""
@@ -155,7 +155,7 @@ def analyse_run(
     warmup = rule_for(config.recipe).warmup if config.optimizer.warmup is None else config.optimizer.warmup
     return RunAnalysis(
         run=record.name,
-        architecture=config.model.architecture,
+        architecture=config.recipe,
         seed=config.seed,
         label=name,
         step=state.step,

@@ -51,7 +51,8 @@ def claims_table(found: Sequence[Claim], title: str = "") -> Table:
 
 
 def measured_of(analysis: Analysis, name: str, part: str) -> Any:
-    """One part of the first run of an architecture, preferably with warm-up; None if there is no such run.
+    """One part of the first run of an architecture with Adam, as in the paper, preferably with warm-up; None if there
+    is no such run.
 
     `gpt+ without warm-up` selects runs without warm-up only.
     """

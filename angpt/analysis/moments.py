@@ -1,4 +1,4 @@
-"""Part 4, Adam's first moment: the variance of m_t relative to its sum over training, for each matrix.
+"""Part 4, the first moment of Adam or Muon: the variance of m_t relative to its sum over training, for each matrix.
 
 The paper divides V(m_t), the variance over the entries of a matrix, by Σ_t V(m_t). A run that records every k-th step
 knows every k-th term of that sum, so a record is weighted by the number of steps since the previous one. Multiplied by

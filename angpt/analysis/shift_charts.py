@@ -1,4 +1,4 @@
-"""Figures of an analysis: Adam's first moment, unusual inputs, attention matrices."""
+"""Figures of an analysis: first moment of the gradient, unusual inputs, attention matrices."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ from angpt.present.words import number, percent, span
 
 
 def moments(analysis: Analysis) -> Chart | Absent:
-    """Relative variance of Adam's first moment during training, as the paper plots it."""
-    title = "Variance of Adam's first moment"
+    """Relative variance of the first moment during training, as the paper plots it."""
+    title = "Variance of the first moment"
     runs = [(run, run.moments) for run in analysis.runs if run.moments]
     if not runs:
         return Absent(title, "No run has recorded it; train with --record-moments.")
@@ -41,8 +41,8 @@ def moments(analysis: Analysis) -> Chart | Absent:
     return Chart(
         name="moments",
         title=title,
-        caption="Variance over the entries of the first moment m_t, divided by its mean over training; one line per "
-        "layer. Dashed: the mean. Dotted: the end of warm-up.",
+        caption="Variance over the entries of the first moment m_t of Adam or Muon, divided by its mean over training; "
+        "one line per layer. Dashed: the mean. Dotted: the end of warm-up.",
         alt=f"Line charts by matrix and run. Peak and when it is reached: {'; '.join(ends)}.",
         columns=("run", "group", "step", "layer", "relative_variance"),
         rows=tuple(

@@ -160,7 +160,7 @@ def moments(runs: Measured[Moments]) -> Table:
     return by_group(
         runs,
         cell,
-        "Variance of Adam's first moment relative to its sum over training",
+        "Variance of the first moment relative to its sum over training",
         "The highest value (as a multiple of the mean over training) and when it is reached, then the share of the sum "
         "in the first tenth of training (10 % if the variance is constant). Means over layers.",
         "moments",

@@ -1,4 +1,4 @@
-"""`angpt bench moments`: the time that recording Adam's first moment adds to a training step."""
+"""`angpt bench moments`: the time that recording the first moment adds to a training step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,5 +50,5 @@ def tables(results: Sequence[Result]) -> list[Table]:
         (r.architecture, f"{r.step_ms.mean:.2f}", f"{r.record_ms.mean:.3f}", *between(r.overhead.times(100), ".3f"))
         for r in results
     ]
-    title = f"Recording Adam's first moment every {CLOSEST} steps"
+    title = f"Recording the first moment every {CLOSEST} steps"
     return [Table(("", "step ms", "record ms", "overhead %", "95 %"), rows, title)]

@@ -1,4 +1,4 @@
-"""The variance V(m_t) of Adam's first moment over the entries of each matrix, recorded during training.
+"""The variance V(m_t) of the first moment of Adam or Muon over the entries of each matrix, recorded during training.
 
 `angpt.analysis.moments` computes what the paper plots, the share of each step in the sum over all steps.
 """

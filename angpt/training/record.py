@@ -69,7 +69,7 @@ class RunRecord:
 
     @cached_property
     def moments(self) -> tuple[dict[str, Any], ...]:
-        """Variances of Adam's first moment, of a run with `record_moments`."""
+        """Variances of the first moment, of a run with `record_moments`."""
         return tuple(self._records("moments"))
 
     def _records(self, kind: str) -> list[dict[str, Any]]:

@@ -6,16 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from angpt.analysis import learned, moments
+from angpt.analysis import learned, moments, shift_charts
 from angpt.analysis.analyse import PARTS, Analysis, analyse, labels, open_text, state_of
+from angpt.analysis.claims import claims
 from angpt.analysis.history import History
 from angpt.analysis.inputs import conditions, text_batches, token_counts
 from angpt.errors import UserError
 from angpt.inference.source import open_source
 from angpt.serialization import json_values, read_toml, seal, to_toml, unseal
+from angpt.training.launch import start
 from angpt.training.record import RunRecord
+from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from tests.analysis.parts import measure_attention, measure_factors, measure_norms, measure_robustness
+from tests.training.conftest import small
 
 TOKENS = 256
 
@@ -107,6 +111,16 @@ def test_labels_tell_runs_apart(runs, tmp_path):
     assert labels(twice) == ["anGPT (a)", "anGPT (b)", "GPT+"]
     namesakes = [(tmp_path / "a" / "run", configs["angpt"]), (tmp_path / "b" / "run", configs["angpt"])]
     assert labels(namesakes) == [f"anGPT ({tmp_path}/a/run)", f"anGPT ({tmp_path}/b/run)"]
+
+
+def test_a_run_with_muon_is_not_taken_for_one_with_adam(runs, tokens, tmp_path):
+    start(small(tokens, record_moments=True, optimizer__name="muon"), tmp_path / "muon", Quiet())
+    found = analyse([tmp_path / "muon", runs["angpt"], runs["gpt+"]], ["learned", "moments"], tokens=TOKENS)
+    assert [run.architecture for run in found.runs] == ["angpt:muon", "angpt", "gpt+"]
+    assert [run.label for run in found.runs] == ["anGPT with Muon", "anGPT", "GPT+"]
+    assert claims(Analysis(found.runs[:1])) == []  # the paper's claims are about Adam
+    assert claims(found) == claims(Analysis(found.runs[1:]))
+    assert "Adam's" not in shift_charts.moments(found).title
 
 
 def test_documents_are_masked_as_in_the_run(runs, tmp_path):

@@ -24,7 +24,7 @@ from tests.report.synthetic import make_data, make_result, make_run, make_study,
 
 CHARTS = ("loss", "budgets", "input-norms", "alphas", "row-norms", "costs")
 INSIDE = ("norms", "gamma", "bound", "factors", "learned", "logit-scales", "robustness", "attention")
-"""What an analysis shows of runs that did not record Adam's first moment."""
+"""What an analysis shows of runs that did not record the first moment."""
 
 
 @pytest.fixture(autouse=True)
