@@ -190,6 +190,15 @@ class OptimizerConfig:
         decays = ("beta1", "beta2", "momentum")
         check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, *decays, prefix="optimizer.")
 
+    @property
+    def given_for_muon(self) -> list[str]:
+        """The settings without effect on Adam alone that differ from their defaults."""
+        return [name for name in MUON_SETTINGS if getattr(self, name) != getattr(OptimizerConfig, name)]
+
+
+MUON_SETTINGS = {"adam_lr": "lr", "momentum": "beta1"}
+"""Settings of `OptimizerConfig` that only Muon has, each with its counterpart for Adam alone."""
+
 
 Recipe = str
 """An architecture or variant, followed by `:muon` if Muon trains it: gpt+, angpt:muon, angpt/no-lerp:muon."""
@@ -267,14 +276,14 @@ class TrainConfig:
         return self.model.architecture if name == "adam" else f"{self.model.architecture}:{name}"
 
     def with_recipe(self, recipe: Recipe) -> Self:
-        """The same settings with the architecture and the optimizer of a recipe; with Adam without `adam_lr`."""
+        """The same settings with the architecture and the optimizer of a recipe; with Adam without those of Muon."""
         architecture, colon, optimizer = recipe.partition(":")
         if colon and (optimizer != "muon" or not architecture):
             base = architecture or "angpt"
             raise UserError(f"{recipe!r}: write {base}, which Adam trains, or {base}:muon")
         model = dataclasses.replace(self.model, architecture=architecture)
-        rates = {"name": "muon"} if colon else {"name": "adam", "adam_lr": None}
-        return dataclasses.replace(self, model=model, optimizer=dataclasses.replace(self.optimizer, **rates))
+        changes = {"name": "muon"} if colon else {n: getattr(OptimizerConfig, n) for n in ("name", *MUON_SETTINGS)}
+        return dataclasses.replace(self, model=model, optimizer=dataclasses.replace(self.optimizer, **changes))
 
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")

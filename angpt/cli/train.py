@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from angpt.config import PRESETS, TrainConfig, preset
+from angpt.config import PRESETS, OptimizerConfig, TrainConfig, preset
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.serialization import read_toml
@@ -48,8 +48,8 @@ def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
     The config.toml of a run has values for them, which would be wrong for another architecture or optimizer.
     """
     ours, theirs = config.optimizer, base.optimizer
-    names = [n for n in ("lr", "adam_lr", "warmup", "weight_decay") if getattr(ours, n) == getattr(theirs, n)]
-    opened: dict[str, Any] = dict.fromkeys(names)
+    names = ["lr", "adam_lr", "warmup", "weight_decay", *(["momentum"] if ours.name == "adam" else [])]
+    opened: dict[str, Any] = {n: getattr(OptimizerConfig, n) for n in names if getattr(ours, n) == getattr(theirs, n)}
     return dataclasses.replace(config, optimizer=dataclasses.replace(ours, **opened))
 
 

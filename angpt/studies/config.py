@@ -122,6 +122,8 @@ class StudyConfig:
         for size in {size for grid in self.grid for size in grid.sizes} - known:
             raise UserError(f"grid.sizes: unknown size {size!r}: {nearest(size, known)}")
         architectures = list(dict.fromkeys(name for grid in self.grid for name in grid.architectures))
+        for name in self.train.optimizer.given_for_muon if not any(":muon" in a for a in architectures) else ():
+            raise UserError(f"train.optimizer.{name}: no run is trained by Muon; say architectures such as angpt:muon")
         if self.baseline and self.baseline not in architectures:
             raise UserError(f"baseline = {self.baseline!r} is not in a grid: {nearest(self.baseline, architectures)}")
         if unknown := set(self.lrs) - set(architectures):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from angpt.config import ModelConfig, Recipe, TrainConfig, parse_budget
+from angpt.config import MUON_SETTINGS, ModelConfig, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.serialization import from_dict, toml_values
@@ -170,9 +170,9 @@ def count(cfg: ModelConfig) -> tuple[int, int]:
 def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     """Resolve the settings that are open, for a run on a number of processes."""
     device, (parameters, _), context = choose_device(cfg.device), count(cfg.model), cfg.model.context
-    if cfg.optimizer.name == "adam" and cfg.optimizer.adam_lr is not None:
+    for name in cfg.optimizer.given_for_muon if cfg.optimizer.name == "adam" else ():
         raise UserError(
-            "optimizer.adam_lr is Adam's rate beside Muon; without optimizer.name = 'muon', set optimizer.lr"
+            f"optimizer.{name} needs optimizer.name = 'muon'; for Adam alone, set optimizer.{MUON_SETTINGS[name]}"
         )
     rule, budget = rule_for(cfg.recipe), parse_budget(cfg.tokens, parameters)
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, budget, context)

@@ -25,6 +25,7 @@ from angpt.optim.optimizer import Optimizer
 from angpt.optim.standalone import hidden_matrices
 from angpt.present.words import label
 from angpt.serialization import to_toml
+from angpt.studies.config import Grid, StudyConfig
 from angpt.training.engine import Engine
 from angpt.training.plan import make_plan
 from tests.optim.test_adam import batches, tiny
@@ -324,16 +325,22 @@ def test_wrong_names_are_refused(hidden, words):
         angpt.Muon(Tower(), hidden=hidden)
 
 
-def test_a_rate_of_adam_beside_adam_is_refused():
-    with pytest.raises(UserError, match="adam_lr is Adam's rate beside Muon"):
-        make_plan(TrainConfig(optimizer=OptimizerConfig(adam_lr=0.1)))
+@pytest.mark.parametrize(("name", "instead"), [("adam_lr", "lr"), ("momentum", "beta1")])
+def test_settings_of_muon_are_refused_without_it(name, instead):
+    with pytest.raises(UserError, match=f"optimizer.{name} needs optimizer.name = 'muon'.* set optimizer.{instead}"):
+        make_plan(TrainConfig(optimizer=OptimizerConfig(**{name: 0.1})))
+    train = TrainConfig(optimizer=OptimizerConfig(**{name: 0.1}))
+    with pytest.raises(UserError, match=f"train.optimizer.{name}: no run is trained by Muon"):
+        StudyConfig(grid=(Grid(architectures=("gpt+", "angpt")),), train=train)
+    StudyConfig(grid=(Grid(architectures=("gpt+", "angpt:muon")),), train=train)
 
 
 def test_recipes():
-    config = TrainConfig(optimizer=OptimizerConfig(name="muon", adam_lr=0.1)).with_recipe("angpt/no-lerp:muon")
+    muon = OptimizerConfig(name="muon", adam_lr=0.1, momentum=0.9)
+    config = TrainConfig(optimizer=muon).with_recipe("angpt/no-lerp:muon")
     assert (config.recipe, config.model.architecture) == ("angpt/no-lerp:muon", "angpt/no-lerp")
-    assert config.optimizer.adam_lr == 0.1
-    assert config.with_recipe("gpt+").optimizer == OptimizerConfig()  # no rate of Adam beside Muon
+    assert config.optimizer == muon
+    assert config.with_recipe("gpt+").optimizer == OptimizerConfig()  # nothing of Muon
     for wrong in ("angpt:", "angpt:adam", "angpt:sgd", "angpt:muon:muon", ":muon"):
         with pytest.raises(UserError, match="write angpt, which Adam trains, or angpt:muon"):
             TrainConfig().with_recipe(wrong)
@@ -346,10 +353,11 @@ def test_another_optimizer_opens_the_rates(tmp_path, monkeypatch):
     monkeypatch.setattr("angpt.cli.train.run_here", lambda config, folder, resumed: seen.append((config, folder)))
     for name, other in (("adam", "muon"), ("muon", "adam")):
         file = tmp_path / f"{name}.toml"
-        config = TrainConfig(optimizer=OptimizerConfig(name=name), device="cpu", tokens="1M")
+        momentum = 0.9 if name == "muon" else OptimizerConfig.momentum
+        config = TrainConfig(optimizer=OptimizerConfig(name=name, momentum=momentum), device="cpu", tokens="1M")
         file.write_text(to_toml(make_plan(config).config))
         main(["train", "--config", str(file), "--optimizer.name", other])
     for config, folder in seen:
         assert config.optimizer.lr is None
-        assert config.optimizer.adam_lr is None
+        assert config.optimizer.given_for_muon == []
         assert folder.name.startswith(config.recipe.replace(":", "-"))
