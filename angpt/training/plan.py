@@ -25,7 +25,7 @@ MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 
 @dataclass(frozen=True)
 class Rule:
-    """The training defaults of a recipe."""
+    """The training defaults of a recipe. Its power laws are not clamped to the range in which they were measured."""
 
     lr: float
     lr_exponents: tuple[float, float]

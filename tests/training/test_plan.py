@@ -69,6 +69,7 @@ def test_rules_are_power_laws_anchored_at_32m():
     assert over_tokens.lr_at(32_000_000, 16 * tokens) == 2e-3
     assert over_tokens.adam_lr_at(16 * tokens) == 5e-4
     assert over_tokens.batch_at(32_000_000, 4 * tokens, 2048) == 2**18
+    assert over_tokens.lr_at(32_000_000, 10_000 * tokens) == 8e-5  # not clamped to what was measured
     assert rule_for("angpt/no-lerp") == rule_for("angpt")
 
 
