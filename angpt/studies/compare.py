@@ -24,7 +24,7 @@ class Comparison:
     budgets: tuple[str, ...] = ()
     """Token budgets, each a complete training; a half, once and twice the budget of the run settings unless given."""
     lrs: dict[str, float] = field(default_factory=dict)
-    """Learning rates of architectures, such as angpt 0.01; by the rule for the size unless given."""
+    """Learning rates of architectures, such as angpt 0.01 angpt:muon 0.03; by the rule for the size unless given."""
     tune: int = 0
     """Try this many learning rates for each architecture first, a factor of two apart, on a part of the training data
     that is held out for it, and take the best. Where the best is the lowest or highest of them, go on beyond it."""

@@ -36,7 +36,8 @@ class Grid:
     batches: tuple[int | str, ...] = ("1x",)
     """Tokens per step."""
     lrs: tuple[float | str, ...] = ("1x",)
-    """Peak learning rates; multiples are of those of [lrs] where it names the architecture."""
+    """Peak learning rates, with `:muon` those of Muon; multiples are of those of [lrs] where it names the architecture.
+    Adam's rate beside Muon is by the rule for the budget, unless `optimizer.adam_lr` is given in [train]."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the initial weights and of the order of the data."""
     lr_limits: tuple[float, ...] = ()

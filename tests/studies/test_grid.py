@@ -85,7 +85,7 @@ def test_beta2_of_small_models(read):
     assert plain.optimizer.beta2 == 0.95
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt/no-lerp"])
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt/no-lerp", "angpt/no-lerp:muon"])
 def test_multiples_are_of_the_rule(read, architecture):
     config = read(
         ('["gpt+", "angpt"]', f'["gpt+", "{architecture}"]' if architecture != "gpt+" else '["gpt+"]'),
@@ -110,6 +110,24 @@ def test_multiples_are_of_the_rates_of_the_study_where_it_has_some(read):
     )
     assert start_lines(config.grid[0], Group("angpt", "a", "2.048k"), config)[128] == [0.00617, 0.0123456, 1.0]
     assert start_lines(config.grid[0], Group("gpt+", "a", "2.048k"), config)[128][1] != 0.0123456
+
+
+@pytest.mark.parametrize("given", [None, 0.005])
+def test_lrs_are_of_muon_and_the_rate_of_adam_beside_it_is_by_the_rule(read, given):
+    """Also in trials and in the runs that take their rate."""
+    changes = [("lrs = [0.004, 0.016, 0.064]", 'lrs = ["2x"]'), ('"angpt"]', '"angpt:muon"]')]
+    if given:
+        changes.append(("[train]", f"[train]\noptimizer = {{adam_lr = {given}}}"))
+    config = read(*changes, ("threads = 1", 'lrs = {"angpt:muon" = 0.01}'))
+    for budget, tokens in (("2.048k", 2048), ("1M", 10**6)):
+        group = Group("angpt:muon", "a", budget)
+        assert start_lines(config.grid[0], group, config)[128] == [0.02]
+        for trial in (False, True):
+            run = make_plan(run_config(config, Point(group, 128, 0.02, 0, trial))).config.optimizer
+            assert (run.name, run.lr) == ("muon", 0.02)
+            assert run.adam_lr == (given or rule_for("angpt:muon").adam_lr_at(tokens))
+    assert rule_for("angpt:muon").adam_lr_at(2048) > rule_for("angpt:muon").adam_lr_at(10**6)
+    assert make_plan(run_config(config, Point(Group("gpt+", "a", "1M"), 128, 0.02, 0))).config.optimizer.adam_lr is None
 
 
 def test_without_sizes_and_budgets_those_of_train_hold(read, tmp_path):
@@ -208,8 +226,9 @@ def test_the_file_of_the_docs_is_one(tmp_path):
     (text,) = re.findall(r"```toml\n(.*?)```", docs, flags=re.DOTALL)
     (tmp_path / "s.toml").write_text(text)
     study = Study.read(tmp_path / "s.toml", tmp_path)
-    assert {(job.config.model.architecture, job.folder.parent.name) for job in study.jobs()} == {
-        ("gpt+", "runs"), ("angpt", "runs"), ("angpt/no-lerp", "runs"), ("gpt+", "tuning"), ("angpt", "tuning")
+    trained = {(name, "runs") for name in ("gpt+", "angpt", "angpt/no-lerp", "angpt:muon")}
+    assert {(job.config.recipe, job.folder.parent.name) for job in study.jobs()} == {
+        *trained, ("gpt+", "tuning"), ("angpt", "tuning")
     }  # fmt: skip
 
 
