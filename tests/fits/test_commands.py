@@ -2,10 +2,12 @@ import dataclasses
 import json
 import math
 import time
+import tomllib
 
 import numpy as np
 import pytest
 
+from angpt.fits.rules import RULES
 from tests.command import angpt
 from tests.fits.synthetic import LAW, MODELS, MULTIPLES, Law, Valley, isoflop_records, sweep_records, write_csv
 from tests.fits.test_records import make_run
@@ -42,6 +44,23 @@ def test_hparams(tmp_path, capsys):
     captions = (out / "hparams.md").read_text()
     assert "Diamonds: the two-stage estimates" in captions
     assert "lr = " in (tmp_path / "rules.toml").read_text()
+
+
+def test_hparams_of_muon_are_told_from_those_of_adam(tmp_path, capsys):
+    """Of one architecture with both optimizers: two laws and two rules; Adam's rate beside Muon is kept."""
+    records = sweep_records(Valley(), MODELS[:5], 0.001)
+    records += sweep_records(Valley(lr=(3e-2, -0.1)), MODELS[:5], 0.001, name="angpt:muon")
+    source, rules = write_csv(tmp_path / "x.csv", records, shuffle=0), tmp_path / "rules.toml"
+    code, text = angpt(capsys, "fit", "hparams", source, "--out", tmp_path / "out", "--write-rules", rules)
+    assert code == 0
+    assert "anGPT with Muon lr*(N)" in text
+    found = {t["architecture"]: t["lr"] for t in json.loads((tmp_path / "out" / "hparams.json").read_text())["trends"]}
+    assert set(found) == {"angpt", "angpt:muon"}
+    low, high = (found["angpt:muon"]["exponent"][k] for k in ("low", "high"))
+    assert low < -0.1 < high
+    before, after = (tomllib.loads(path.read_text())["angpt:muon"] for path in (RULES, rules))
+    assert after["lr_exponents"][1] == pytest.approx(-0.1, abs=0.05)  # all models are larger than the anchor
+    assert after["adam_lr"] == before["adam_lr"]
 
 
 def test_hparams_over_tokens(tmp_path, capsys):

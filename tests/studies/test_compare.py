@@ -175,6 +175,37 @@ def test_a_comparison_leaves_its_folder(finished, capsys):
     assert result.verdict in html.unescape(page).replace("\u00a0", " ")
 
 
+def test_a_comparison_with_muon_from_the_command_to_the_page(data, tmp_path, capsys):
+    """Adam and Muon on one architecture: trials, runs, result, status and report tell them apart."""
+    (tmp_path / "train.toml").write_text(to_toml(tiny(data).train))
+    options = ["--architectures", "angpt", "angpt:muon", "--seeds", 0, "--budgets", 2048, 4096, "--tune", 2]
+    out = tmp_path / "s"
+    code, text = angpt(capsys, "compare", "--config", tmp_path / "train.toml", "--out", out, *options)
+    assert code == 0, text
+    study, result = Study.open(out), Result.read(out)
+    assert {(r.architecture, r.tokens) for r in result.rows} == {
+        (a, t) for a in ("angpt", "angpt:muon") for t in (2048, 4096)
+    }
+    assert {job.folder.name for job in runs(study)} == {
+        f"{a}-{t}-s0" for a in ("angpt", "angpt-muon") for t in ("2.048k", "4.096k")
+    }
+    chosen = rates(study)
+    for job in runs(study):
+        optimizer = Run.open(job.folder).config().optimizer
+        assert optimizer.lr == chosen[job.config.recipe]
+        assert optimizer.name == ("muon" if job.config.recipe == "angpt:muon" else "adam")
+        adam_lr = rule_for("angpt:muon").adam_lr_at(int(job.config.tokens)) if optimizer.name == "muon" else None
+        assert optimizer.adam_lr == adam_lr
+    losses = {r.architecture: r.val_loss.mean for r in result.rows if r.tokens == 4096}
+    assert losses["angpt"] != losses["angpt:muon"]
+    assert "anGPT with Muon" in angpt(capsys, "study", "status", out)[1]
+    assert "anGPT with Muon" in (out / "report.html").read_text(encoding="utf-8")
+    main(["report", *(str(job.folder) for job in runs(study)), "--out", str(tmp_path / "page")])
+    assert "anGPT with Muon" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    code, text = angpt(capsys, "compare", "--optimizer.name", "muon", "--out", tmp_path / "t")
+    assert (code, "give --architectures such as angpt:muon" in " ".join(text.split())) == (2, True)
+
+
 def test_called_again_it_repeats_nothing(finished):
     before = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
     Study.open(finished.folder).execute(Processes(2), ignore)
@@ -302,8 +333,10 @@ def test_the_configuration_survives_its_file(data, tmp_path):
 
 
 def test_names(data, tmp_path):
-    study = compare(data, tmp_path, architectures=("gpt+", "angpt/no-lerp"), budgets=("1.5M",), seeds=(2,), tune=1)
-    assert [job.folder.name for job in runs(study)] == ["gpt+-1.5M-s2", "angpt-no-lerp-1.5M-s2"]
+    names = "gpt+", "angpt/no-lerp", "angpt/no-lerp:muon"
+    study = compare(data, tmp_path, architectures=names, budgets=("1.5M",), seeds=(2,), tune=1)
+    folders = [job.folder.name for job in runs(study)]
+    assert folders == ["gpt+-1.5M-s2", "angpt-no-lerp-1.5M-s2", "angpt-no-lerp-muon-1.5M-s2"]
     assert re.fullmatch(r"angpt-no-lerp-lr0\.0\d+", trials(study)[1].folder.name)
 
 

@@ -10,6 +10,7 @@ from angpt.training.checkpoint import Reader
 from angpt.training.reporter import Quiet
 
 VOCAB = 61
+RECIPES = ("gpt+", "ngpt", "angpt", "gpt+:muon", "ngpt:muon", "angpt:muon")
 
 
 def small(data, architecture="angpt", **overrides):

@@ -15,10 +15,9 @@ import pytest
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from tests.training.conftest import small, write_tokens
+from tests.training.conftest import RECIPES, small, write_tokens
 
 GOLDEN = Path(__file__).parent / "golden.json"
-RECIPES = ("gpt+", "ngpt", "angpt", "gpt+:muon", "ngpt:muon", "angpt:muon")
 
 
 def losses(data, recipe, out):

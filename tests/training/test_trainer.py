@@ -23,7 +23,7 @@ from angpt.training.run import Run
 from angpt.training.sinks import MetricsFile
 from angpt.training.trainer import interrupts
 from tests.command import angpt
-from tests.training.conftest import Stops, parameters, small, without_timing
+from tests.training.conftest import RECIPES, Stops, parameters, small, without_timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +43,9 @@ def train_command(config, out, folder):
     return command("train", "--config", path, "--out", out)
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_a_run_learns_and_leaves_its_folder(data, tmp_path, architecture):
-    config = small(data, architecture, tokens="30720", checkpoint_every=50)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_learns_and_leaves_its_folder(data, tmp_path, recipe):
+    config = small(data, tokens="30720", checkpoint_every=50).with_recipe(recipe)
     summary = start(config, tmp_path / "run", Quiet())
     run = Run.open(tmp_path / "run")
     assert summary.status == "finished"
@@ -111,10 +111,10 @@ def test_document_masks_reach_the_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "precision"), [("gpt+", "fp32"), ("ngpt", "fp32"), ("angpt", "fp32"), ("angpt", "bf16")]
+    ("recipe", "precision"), [*((name, "fp32") for name in RECIPES), ("angpt", "bf16"), ("angpt:muon", "bf16")]
 )
-def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture, precision):
-    config = small(data, architecture, precision=precision)
+def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, recipe, precision):
+    config = small(data, precision=precision).with_recipe(recipe)
     start(config, tmp_path / "whole", Quiet())
     summary = start(config, tmp_path / "parts", Stops(3))
     assert summary.status == "interrupted"
@@ -130,9 +130,9 @@ def newest_name(out):
     return max((p.name for p in (out / "checkpoints").glob("step-*")), default="")
 
 
-def kill_and_resume(data, tmp_path, architecture, kills, seed):
+def kill_and_resume(data, tmp_path, recipe, kills, seed):
     """Killed with SIGKILL at random moments, a checkpoint being written at nearly all of them."""
-    config = small(data, architecture, tokens=str(256 * 20 * (kills + 1)), checkpoint_every=1)
+    config = small(data, tokens=str(256 * 20 * (kills + 1)), checkpoint_every=1).with_recipe(recipe)
     start(config, tmp_path / "whole", Quiet())
     out, rng = tmp_path / "parts", random.Random(seed)
     call, killed = train_command(config, out, tmp_path), 0
@@ -157,15 +157,15 @@ def kill_and_resume(data, tmp_path, architecture, kills, seed):
     assert parameters(parts) == parameters(whole)
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_killed_and_resumed_is_as_if_undisturbed(data, tmp_path, architecture):
-    kill_and_resume(data, tmp_path, architecture, kills=2, seed=1)
+@pytest.mark.parametrize("recipe", ["gpt+", "ngpt", "angpt", "angpt:muon"])
+def test_killed_and_resumed_is_as_if_undisturbed(data, tmp_path, recipe):
+    kill_and_resume(data, tmp_path, recipe, kills=2, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_killed_ten_times(data, tmp_path, architecture):
-    kill_and_resume(data, tmp_path, architecture, kills=10, seed=2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_ten_times(data, tmp_path, recipe):
+    kill_and_resume(data, tmp_path, recipe, kills=10, seed=2)
 
 
 def test_a_damaged_last_checkpoint_costs_steps_but_not_the_run(data, tmp_path):
