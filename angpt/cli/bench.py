@@ -61,17 +61,13 @@ def train(
         profile: Also show this many kernels that take most of a step.
     """
     from angpt.bench.train import Case, bench_train, tables
-    from angpt.training.hardware import bandwidth, peak_flops
 
     chosen = [Case.parse(text) for text in cases]
     least = {"warmup": 1 if warmup is None else warmup, "rounds": rounds, "steps": steps, "context": context}
     console, where, dtype = _start(device, precision, architectures, **least)
     if warmup is None:
         warmup = 40 if where.type == "cuda" else 3
-    console.print(
-        f"a large matrix product: {peak_flops(where, dtype) / 1e12:,.1f} TFLOP/s; "
-        f"a copy: {bandwidth(where) / 1e12:.2f} TB/s",
-    )
+    _print_rates(console, where, dtype)
     compiled = where.type == "cuda" if compile == "auto" else compile == "on"
     options = (architectures, context, where, dtype, compiled, warmup, rounds, steps, profile)
     measures = {f"{case.size}, {case.rows} sequences": partial(bench_train, case, *options) for case in chosen}
@@ -99,6 +95,7 @@ def optimizer(
     from angpt.bench.optimizer import bench_optimizer, tables
 
     console, where, dtype = _start(device, precision, architectures, rounds=rounds)
+    _print_rates(console, where, dtype)
     _measure(console, where, out, {size: lambda _: bench_optimizer(size, architectures, where, dtype, rounds)}, tables)
 
 
@@ -214,6 +211,16 @@ def _start(
     console.print(f"{found.get('gpu', found['cpu'])}, torch {found['torch']}, angpt {found['angpt']}")
     low = precision == "bf16" or (precision == "auto" and where.type == "cuda")
     return console, where, torch.bfloat16 if low else torch.float32
+
+
+def _print_rates(console: Console, device: "torch.device", dtype: "torch.dtype") -> None:
+    """Print what the device reaches in the best case."""
+    from angpt.training.hardware import bandwidth, peak_flops
+
+    console.print(
+        f"a large matrix product: {peak_flops(device, dtype) / 1e12:,.1f} TFLOP/s; "
+        f"a copy: {bandwidth(device) / 1e12:.2f} TB/s"
+    )
 
 
 def _measure(

@@ -11,7 +11,8 @@ from angpt.bench import optimizer
 from angpt.bench.measure import in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
-from angpt.config import ModelConfig, OptimizerConfig
+from angpt.config import SIZES, ModelConfig, OptimizerConfig, TrainConfig
+from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.stats import Interval
@@ -70,6 +71,29 @@ def test_bytes_of_an_optimizer_step():
     square, oblong = 5 * (3 * 32**3 + 32**3), 3 * 3 * 32**2 * 128 + (5 + 2 * 3) * 32**3
     products = 4 * square + 3 * oblong
     assert (optimizer.floor_flops(model, adam), optimizer.floor_flops(model, muon)) == (0, products)
+
+
+def test_optimizer_steps_on_the_cpu(tmp_path, capsys, monkeypatch, recwarn):
+    """The tables have the parts of the floor; PyTorch's optimizers apply every constraint of the model."""
+    monkeypatch.setitem(SIZES, "tiny", (32, 1, 2))
+    out, names = tmp_path / "bench.json", ["angpt", "angpt:muon"]
+    main(["bench", "optimizer", "--size", "tiny", "--architectures", *names, "--rounds", "1", "--out", str(out),
+          "--device", "cpu"])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert all(words in printed for words in ("TFLOP/s", "TB/s", "÷ floor", "memory, GB", "products, TFLOP"))
+    for name, found in zip(names, json.loads(out.read_text())["results"], strict=True):
+        train = TrainConfig(model=ModelConfig.size("tiny")).with_recipe(name)
+        model = build(train.model)
+        assert found["architecture"] == name
+        assert found["gigabytes"] == optimizer.floor_bytes(model, train.optimizer, low_precision=False) / 1e9
+        assert found["teraflops"] == optimizer.floor_flops(model, train.optimizer) / 1e12
+        assert (found["products_ms"] > 0) == (name == "angpt:muon")
+        for p in model.parameters():
+            p.data.mul_(10)
+            p.grad = torch.zeros_like(p)
+        optimizer.torch_step(model, train.optimizer)()
+        assert largest_violation(model, model.constraints()) < 1e-5
+    assert not [w for w in recwarn if "left as they are" in str(w.message)]
 
 
 def test_training_on_the_cpu(tmp_path, capsys):
