@@ -56,10 +56,10 @@ def training() -> dict[str, dict]:
     sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.BLOCK, "TILES": k.BLOCKS}
     return {
         **{
-            f"rows of {width}": build(k._rows, types, 8, **adam, ROWS=max(1, k.TILE // width), COLS=width)
+            f"rows of {width}": build(k._step_rows, types, 8, **adam, ROWS=max(1, k.TILE // width), COLS=width)
             for width in (1024, 4096, ADAM_WIDEST)
         },
-        "columns": build(k._columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
+        "columns": build(k._step_columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
         "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
     }
 

@@ -14,7 +14,7 @@ from angpt.constraints import constrain, is_matrix
 from angpt.errors import UserError
 from angpt.models.decoder import Decoder
 from angpt.models.variants import build
-from angpt.optim.muon import groups
+from angpt.optim.muon import iteration_groups
 from angpt.present.tables import Table
 from angpt.stats import Interval
 from angpt.training.engine import Engine
@@ -64,14 +64,14 @@ def floor_bytes(model: Decoder, optimizer: OptimizerConfig, low_precision: bool)
 def floor_flops(model: Decoder, optimizer: OptimizerConfig) -> int:
     """FLOPs of Muon's five iterations on all matrices, with half the work for symmetric products.
 
-    A group of iterations has two products with the oblong matrix, of which one is symmetric, a polynomial for each
+    A group of iterations has two products with the rectangular matrix, of which one is symmetric, a polynomial for each
     iteration, and three symmetric products for each iteration after the first.
     """
     total = 0
     for name, maps in model.hidden_matrices().items() if optimizer.name == "muon" else ():
         rows, columns = model.get_parameter(name).shape
         short, long = sorted((rows // maps, columns))
-        n = len(groups(rows // maps, columns))
+        n = len(iteration_groups(rows // maps, columns))
         total += maps * (n * 3 * short**2 * long + (5 + 3 * (5 - n)) * short**3)
     return total
 

@@ -34,7 +34,7 @@ GROUPS = {
     "residual update, gradient of norms": r"^_(update|rms)",
     "scaled rows": r"^_scale_rows",
     "cross-entropy": r"^_(cross_entropy|multiply)",
-    "optimizer": r"^_(rows|columns|squares|momentum|symmetric)|multi_tensor",
+    "optimizer": r"^_(step_rows|step_columns|squares|momentum|symmetric)|multi_tensor",
     "compiled": r"^triton_",
 }
 """Patterns of kernel names by purpose; the first match counts, the rest is other."""

@@ -40,11 +40,11 @@ def momentum_(
     momentum: float,
 ) -> None:  # fmt: skip
     """`optim.muon.momentum_`, in one launch per dtype."""
-    groups: dict[tuple[Any, Any], list[tuple[int, int, int, int]]] = {}
+    by_dtypes: dict[tuple[Any, Any], list[tuple[int, int, int, int]]] = {}
     for state, g, u in zip(states, gradients, updates, strict=True):
         line = address(state.exp_avg), address(g), address(u), g.numel()
-        groups.setdefault((KINDS[g.dtype], KINDS[u.dtype]), []).append(line)
-    for (kind, out), lines in groups.items():
+        by_dtypes.setdefault((KINDS[g.dtype], KINDS[u.dtype]), []).append(line)
+    for (kind, out), lines in by_dtypes.items():
         programs = make_programs(tuple(line[-1] for line in lines), BLOCK, clip.device)
         with torch.cuda.device(clip.device):
             _momentum[(len(programs),)](

@@ -84,7 +84,7 @@ def _updated(
 
 
 @triton.jit
-def _rows(
+def _step_rows(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
     ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -106,7 +106,7 @@ def _rows(
 
 
 @triton.jit
-def _columns(
+def _step_columns(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
     ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -218,11 +218,11 @@ Pairs = list[tuple[ParameterState, Tensor]]
 
 def _alike(states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Iterator[tuple[_Alike, Pairs]]:
     """The matrices that one launch can update."""
-    groups: dict[_Alike, Pairs] = {}
+    launches: dict[_Alike, Pairs] = {}
     for state, g in zip(states, gradients, strict=True):
         key = _Alike(state.decay, state.weight.shape[1], state.constraint, state.copy is not None, g.dtype)
-        groups.setdefault(key, []).append((state, g))
-    yield from groups.items()
+        launches.setdefault(key, []).append((state, g))
+    yield from launches.items()
 
 
 def _launch(chosen: Pairs, alike: _Alike, clip: Tensor, scalars: tuple[float, ...], adam: bool) -> None:
@@ -240,7 +240,7 @@ def _launch(chosen: Pairs, alike: _Alike, clip: Tensor, scalars: tuple[float, ..
     lengths = [width] * len(lines) if down else [line[-1] for line in lines]
     programs = make_programs(tuple(lengths), cols if down else rows, device)
     with torch.cuda.device(device):
-        (_columns if down else _rows)[(len(programs),)](
+        (_step_columns if down else _step_rows)[(len(programs),)](
             make_table(lines, device), programs, clip, *scalars, width,
             ADAM=adam, CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
             COPY=copied, TINY=TINY, KIND=KINDS[dtype], ROWS=rows, COLS=cols, num_warps=8,

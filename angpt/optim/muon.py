@@ -25,9 +25,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 of the Frobenius norm lie between 0.68 and 1.21, with a mean of about 0.85."""
 EPS = 1e-7
 """Smallest norm that a matrix is divided by: the update of a matrix whose gradients stay zero fades."""
-SQUARE, OBLONG = (1, 1, 1, 1, 1), (1, 2, 2)
+SQUARE_GROUPS, RECTANGULAR_GROUPS = (1, 1, 1, 1, 1), (1, 2, 2)
 """The five iterations, in groups in which XXᵀ and its polynomials are computed from each other, and X only at the end:
-less work where X is oblong. In bf16 groups of up to two are as accurate as single iterations; one of five diverges."""
+less work where X is not square. In bf16 groups of up to two are as accurate as single iterations; one of five
+diverges."""
 
 
 def muon_(
@@ -72,9 +73,9 @@ def row_scale(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def groups(rows: int, columns: int) -> tuple[int, ...]:
+def iteration_groups(rows: int, columns: int) -> tuple[int, ...]:
     """The number of iterations in each group, for matrices of this shape."""
-    return OBLONG if max(rows, columns) >= 2 * min(rows, columns) else SQUARE
+    return RECTANGULAR_GROUPS if max(rows, columns) >= 2 * min(rows, columns) else SQUARE_GROUPS
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=EPS)
     x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
-    for iterations in groups(rows, columns):
+    for iterations in iteration_groups(rows, columns):
         short = x if rows <= columns else x.mT
         gram = symmetric_product(short, short)
         factor = polynomial = symmetric_polynomial(gram, *COEFFICIENTS)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -97,10 +98,10 @@ class Optimizer:
         c, pairs = self.config, list(zip(self.states, gradients, strict=True))
         hidden, others = ([(s, g) for s, g in pairs if bool(s.maps) is of_muon] for of_muon in (True, False))
         adam_lr = lr if c.adam_lr is None or c.lr is None else lr * c.adam_lr / c.lr
-        for states, of_states in by_form(adam_, *_columns(others)):
+        for states, of_states in by_form(adam_, *_unzipped(others)):
             adam_(states, of_states, clip, lr=adam_lr, betas=(c.beta1, c.beta2), eps=c.eps, step=number)
         if hidden:
-            muon_(*_columns(hidden), clip, lr=lr, momentum=c.momentum, dtype=self.dtype, shards=self.shards)
+            muon_(*_unzipped(hidden), clip, lr=lr, momentum=c.momentum, dtype=self.dtype, shards=self.shards)
         self.project_spread()
 
     @torch.no_grad()
@@ -114,8 +115,7 @@ class Optimizer:
             weight, m, v = (state.weight.new_zeros(shape) for _ in range(3))
             second = None if state.exp_avg_sq is None else v
             low = None if state.copy is None else state.copy.new_zeros(shape)
-            rules = state.decay, state.constraint, state.maps, state.by_columns
-            trial.states.append(ParameterState(weight, weight, low, m, second, *rules))
+            trial.states.append(replace(state, parameter=weight, weight=weight, copy=low, exp_avg=m, exp_avg_sq=second))
         if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
 
@@ -127,7 +127,7 @@ class Optimizer:
                 state.copy.grad = None
 
 
-def _columns(pairs: Sequence[tuple[ParameterState, Tensor]]) -> tuple[list[ParameterState], list[Tensor]]:
+def _unzipped(pairs: Sequence[tuple[ParameterState, Tensor]]) -> tuple[list[ParameterState], list[Tensor]]:
     return [state for state, _ in pairs], [gradient for _, gradient in pairs]
 
 

@@ -63,7 +63,7 @@ def rounded(lr: float) -> float:
 
 
 @cache
-def rules() -> dict[str, Rule]:
+def read_rules() -> dict[str, Rule]:
     """The rules of `rules.toml` by recipe."""
     tables = toml_values(Path(__file__).with_name("rules.toml"))
     return {name: from_dict(Rule, values, name) for name, values in tables.items()}
@@ -72,7 +72,7 @@ def rules() -> dict[str, Rule]:
 def rule_for(recipe: Recipe) -> Rule:
     """The rule of a recipe; for a variant that of its base."""
     architecture, colon, optimizer = recipe.partition(":")
-    return rules()[architecture.partition("/")[0] + colon + optimizer]
+    return read_rules()[architecture.partition("/")[0] + colon + optimizer]
 
 
 @dataclass(frozen=True)

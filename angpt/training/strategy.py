@@ -242,13 +242,14 @@ class FSDP(Distributed):
         if shard_ranks is not None and size % shard_ranks:
             raise UserError(f"shard_ranks = {shard_ranks} does not divide the {size} ranks")
         super().__init__(device, timeout)
-        self.writers = min(shard_ranks or size, size)
+        self.shard_ranks = self.writers = min(shard_ranks or size, size)
 
     def prepare(self, model: Decoder, dtype: torch.dtype, wide_reduce: bool) -> Decoder:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-        dims = {"replicate": self.size // self.writers, "shard": self.writers}  # a copy is on neighbouring ranks
-        if self.writers == self.size:
+        # The ranks of a copy are neighbours.
+        dims = {"replicate": self.size // self.shard_ranks, "shard": self.shard_ranks}
+        if self.shard_ranks == self.size:
             del dims["replicate"]
         self.mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         reduce_dtype = torch.float32 if wide_reduce else dtype
@@ -272,9 +273,9 @@ class FSDP(Distributed):
     def shard(self, parameter: Tensor) -> Shard:
         if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered now
             return super().shard(parameter)
-        first_row = min(len(parameter), self.rows_each(len(parameter)) * (self.rank % self.writers))
-        shape, primary = tuple(parameter.shape), self.rank < self.writers
-        return Shard(self.local(parameter.detach()), shape, first_row, primary, split=self.writers > 1)
+        first_row = min(len(parameter), self.rows_each(len(parameter)) * (self.rank % self.shard_ranks))
+        shape, primary = tuple(parameter.shape), self.rank < self.shard_ranks
+        return Shard(self.local(parameter.detach()), shape, first_row, primary, split=self.shard_ranks > 1)
 
     @torch.no_grad()
     def whole(self, shard: Shard) -> Tensor:
@@ -293,20 +294,20 @@ class FSDP(Distributed):
 
     @property
     def workers(self) -> int:  # type: ignore[override]
-        return self.writers
+        return self.shard_ranks
 
     def rows_each(self, rows: int) -> int:
-        return -(-rows // self.writers)
+        return -(-rows // self.shard_ranks)
 
     def take_share(self, batch: Tensor, rows: int) -> Tensor:
         received = self._exchanged(batch)  # from each rank, its rows of our matrices
-        return received.view(self.writers, -1, *batch.shape[1:]).transpose(0, 1).flatten(1, 2)[:, :rows]
+        return received.view(self.shard_ranks, -1, *batch.shape[1:]).transpose(0, 1).flatten(1, 2)[:, :rows]
 
     def return_shares(self, share: Tensor) -> Tensor:
         count, rows, columns = share.shape
         each = self.rows_each(rows)
-        padded = nn.functional.pad(share, (0, 0, 0, self.writers * each - rows))
-        return self._exchanged(padded.view(count, self.writers, each, columns).transpose(0, 1).flatten(0, 1))
+        padded = nn.functional.pad(share, (0, 0, 0, self.shard_ranks * each - rows))
+        return self._exchanged(padded.view(count, self.shard_ranks, each, columns).transpose(0, 1).flatten(0, 1))
 
     def _exchanged(self, batch: Tensor) -> Tensor:
         """What the ranks of a copy send to this one if each sends an equal part of its batch to every rank."""

@@ -68,8 +68,8 @@ def test_bytes_of_an_optimizer_step():
     hidden = 16 * 32**2  # q, k, v, p of 32 × 32; u, z, d of 32 × 128
     saved = optimizer.floor_bytes(model, adam, True) - optimizer.floor_bytes(model, muon, True)
     assert saved == hidden * (16 - 8 - 4)  # the second moment, less an update in bf16, written and read
-    square, oblong = 5 * (3 * 32**3 + 32**3), 3 * 3 * 32**2 * 128 + (5 + 2 * 3) * 32**3
-    products = 4 * square + 3 * oblong
+    square, rectangular = 5 * (3 * 32**3 + 32**3), 3 * 3 * 32**2 * 128 + (5 + 2 * 3) * 32**3
+    products = 4 * square + 3 * rectangular
     assert (optimizer.floor_flops(model, adam), optimizer.floor_flops(model, muon)) == (0, products)
 
 
@@ -116,7 +116,7 @@ def test_kernels_are_grouped_by_what_they_are_for():
     kernels = [
         ("nvjet_sm90_x", 2, 3.0),
         ("cudnn_y", 1, 2.0),
-        ("_rows", 1, 1.0),
+        ("_step_rows", 1, 1.0),
         ("triton_poi_fused", 4, 0.5),
         ("z", 1, 0.25),
     ]

@@ -14,8 +14,8 @@ from angpt.errors import UserError
 from angpt.optim import muon
 from angpt.optim.muon import (
     COEFFICIENTS,
-    OBLONG,
-    SQUARE,
+    RECTANGULAR_GROUPS,
+    SQUARE_GROUPS,
     orthogonalize,
     row_scale,
     symmetric_polynomial,
@@ -36,7 +36,7 @@ MUON = OptimizerConfig(name="muon", weight_decay=0.0)
 def polynomial(s):
     """What the iterations make of a singular value."""
     a, b, c = COEFFICIENTS
-    assert sum(SQUARE) == sum(OBLONG) == 5
+    assert sum(SQUARE_GROUPS) == sum(RECTANGULAR_GROUPS) == 5
     for _ in range(5):
         s = a * s + b * s**3 + c * s**5
     return s
@@ -81,13 +81,13 @@ def test_a_zero_matrix_stays_zero():
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
 def test_bf16_is_as_accurate_with_iterations_in_groups(exponent, monkeypatch):
-    """On oblong matrices, also with singular values 1, 2⁻ᵉ, 3⁻ᵉ, …: the error of single iterations is the yardstick."""
+    """On rectangular matrices, also with singular values 1, 2⁻ᵉ, 3⁻ᵉ, …, by the error of single iterations."""
     x = torch.randn(2, 96, 384, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     if exponent:
         u, _, v = torch.linalg.svd(x, full_matrices=False)
         x = u * torch.arange(1.0, 97.0).double() ** -exponent @ v
     exact, grouped = orthogonalize(x), orthogonalize(x.bfloat16()).double()
-    monkeypatch.setattr(muon, "OBLONG", SQUARE)
+    monkeypatch.setattr(muon, "RECTANGULAR_GROUPS", SQUARE_GROUPS)
     torch.testing.assert_close(orthogonalize(x), exact)
     single = orthogonalize(x.bfloat16()).double()
     assert (grouped - exact).norm() < 1.5 * (single - exact).norm()
