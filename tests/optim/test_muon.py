@@ -11,6 +11,7 @@ from angpt.cli.main import main
 from angpt.config import OptimizerConfig, TrainConfig
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
+from angpt.models.variants import ARCHITECTURES
 from angpt.optim import muon
 from angpt.optim.muon import (
     COEFFICIENTS,
@@ -155,7 +156,7 @@ def test_stacked_maps_are_orthogonalized_one_by_one():
     torch.testing.assert_close(together["w"].detach(), torch.cat([apart["q"], apart["k"]]).detach())
 
 
-@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "angpt/no-lerp"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_run_takes_the_steps_of_the_plain_optimizer(architecture):
     """The engine's step against the optimizer for any network, with clipping and the constraint outside of it."""
     config = OptimizerConfig(name="muon", lr=0.03, adam_lr=0.01, weight_decay=0.1, clip=0.5)
