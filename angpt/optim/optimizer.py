@@ -45,9 +45,9 @@ class Optimizer:
                 elif constraint is not None:
                     project_(weight, constraint)
                 decay = (config.weight_decay or 0.0) if is_matrix(p) else 0.0
-                second = None if maps else torch.zeros_like(weight)
-                rules = decay, constraint, maps, by_columns
-                self.states.append(ParameterState(p, weight, copies.get(p), torch.zeros_like(weight), second, *rules))
+                first, second = torch.zeros_like(weight), None if maps else torch.zeros_like(weight)
+                state = ParameterState(p, weight, copies.get(p), first, second, decay, constraint, maps, by_columns)
+                self.states.append(state)
             self.project_spread()
         self.refresh()
 
