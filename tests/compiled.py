@@ -48,10 +48,12 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
 
 
 def training() -> dict[str, dict]:
+    from angpt.fast import muon_kernels as muon
     from angpt.fast import optimizer_kernels as k
     from angpt.fast.tuning import ADAM_WIDEST
 
-    types = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32, "n_cols": "i32"}
+    tables = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32}
+    types = tables | {"n_cols": "i32"}
     adam = {"ADAM": True, "CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
     sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.BLOCK, "TILES": k.BLOCKS}
     return {
@@ -60,6 +62,7 @@ def training() -> dict[str, dict]:
             for width in (1024, 4096, ADAM_WIDEST)
         },
         "columns": build(k._step_columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
+        "momentum": build(muon._momentum, tables, 8, KIND=tl.float32, OUT=tl.bfloat16, EVEN=True, BLOCK=muon.BLOCK),
         "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
     }
 

@@ -21,14 +21,17 @@ BLOCK = tuning.MOMENTUM_BLOCK
 @triton.jit
 def _momentum(
     table_ptr, programs_ptr, clip_ptr, beta,
-    KIND: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, OUT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A segment of a matrix. A line of the table: first moment, gradient, update, number of elements."""
     matrix, first = place(programs_ptr, BLOCK)
     line_ptr = table_ptr + 4 * matrix
     m_ptr, g_ptr, u_ptr = pointer(line_ptr, tl.float32), pointer(line_ptr + 1, KIND), pointer(line_ptr + 2, OUT)
+    size = tl.load(line_ptr + 3)
+    if EVEN:  # vectorised loads do not cross the end
+        size = tl.multiple_of(size, 16)
     at = first + tl.arange(0, BLOCK)
-    inside = at < tl.load(line_ptr + 3)
+    inside = at < size
     g = tl.load(g_ptr + at, inside, 0.0).to(tl.float32) * tl.load(clip_ptr)
     m = beta * tl.load(m_ptr + at, inside, 0.0) + (1 - beta) * g
     tl.store(m_ptr + at, m, inside)
@@ -45,20 +48,22 @@ def momentum_(
         line = address(state.exp_avg), address(g), address(u), g.numel()
         by_dtypes.setdefault((KINDS[g.dtype], KINDS[u.dtype]), []).append(line)
     for (kind, out), lines in by_dtypes.items():
-        programs = make_programs(tuple(line[-1] for line in lines), BLOCK, clip.device)
+        sizes = tuple(line[-1] for line in lines)
+        programs, table = make_programs(sizes, BLOCK, clip.device), make_table(lines, clip.device)
+        even = all(size % 16 == 0 for size in sizes)
         with torch.cuda.device(clip.device):
             _momentum[(len(programs),)](
-                make_table(lines, clip.device), programs, clip, momentum, KIND=kind, OUT=out, BLOCK=BLOCK, num_warps=8
+                table, programs, clip, momentum, KIND=kind, OUT=out, EVEN=even, BLOCK=BLOCK, num_warps=8
             )
 
 
 @triton.jit
 def _symmetric(
-    x_ptr, y_ptr, out_ptr, size, depth, x_batch, x_row, x_column, y_batch, y_row, y_column, a, b, c,
-    POLYNOMIAL: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    x_ptr, y_ptr, out_ptr, squares_ptr, size, depth, x_batch, x_row, x_column, y_batch, y_row, y_column, a, b, c,
+    POLYNOMIAL: tl.constexpr, DIVIDED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of the lower triangle of x yᵀ, and its mirror image. With `POLYNOMIAL`, x = y is symmetric and the
-    result is a + b x + c x²."""
+    result is a + b x + c x²; with `DIVIDED` that of x / squares, divided by √squares."""
     number, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)  # tile row: the number of tiles above it is i(i+1)/2
     i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
@@ -81,6 +86,11 @@ def _symmetric(
     inside = (rows < size)[:, None] & (columns < size)[None, :]
     if POLYNOMIAL:
         own = tl.load(x_ptr + rows[:, None] * x_row + columns[None, :] * x_column, inside, 0.0).to(tl.float32)
+        if DIVIDED:
+            inverse = 1 / tl.load(squares_ptr + matrix)
+            a *= tl.sqrt(inverse)
+            b *= inverse * tl.sqrt(inverse)
+            c *= inverse * inverse * tl.sqrt(inverse)
         total = c * total + b * own + tl.where(rows[:, None] == columns[None, :], a, 0.0)
     value = total.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, value, inside)
@@ -91,22 +101,25 @@ def _symmetric(
 
 def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     """`optim.muon.symmetric_product`: half the work of a general product."""
-    return _launch(x, y, (0.0, 0.0, 1.0), polynomial=False)
+    return _launch(x, y)
 
 
-def symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+def symmetric_polynomial(x: Tensor, a: float, b: float, c: float, squares: Tensor | None = None) -> Tensor:
     """`optim.muon.symmetric_polynomial` in one pass, with half the work of a general product."""
-    return _launch(x, x, (a, b, c), polynomial=True)
+    return _launch(x, x, (a, b, c), squares)
 
 
-def _launch(x: Tensor, y: Tensor, coefficients: tuple[float, float, float], polynomial: bool) -> Tensor:
+def _launch(
+    x: Tensor, y: Tensor, coefficients: tuple[float, float, float] | None = None, squares: Tensor | None = None
+) -> Tensor:
     count, size, depth = x.shape
     out = torch.empty(count, size, size, dtype=x.dtype, device=x.device)
     tile = tuning.SYMMETRIC_TILE if size > tuning.SYMMETRIC_SMALL else tuning.SYMMETRIC_SMALL_TILE
     tiles = triton.cdiv(size, tile)
     with torch.cuda.device(x.device):
         _symmetric[(tiles * (tiles + 1) // 2, count)](
-            x, y, out, size, depth, *x.stride(), *y.stride(), *coefficients, POLYNOMIAL=polynomial, TILE=tile,
+            x, y, out, squares, size, depth, *x.stride(), *y.stride(), *(coefficients or (0.0, 0.0, 1.0)),
+            POLYNOMIAL=coefficients is not None, DIVIDED=squares is not None, TILE=tile,
             DEPTH=tuning.SYMMETRIC_DEPTH, num_warps=tuning.SYMMETRIC_WARPS, num_stages=tuning.SYMMETRIC_STAGES,
         )  # fmt: skip
     return out

@@ -53,10 +53,10 @@ def _symmetric_product(x: Tensor, y: Tensor) -> Tensor:
     return muon_kernels.symmetric_product(x, y)
 
 
-def _symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
+def _symmetric_polynomial(x: Tensor, a: float, b: float, c: float, squares: Tensor | None = None) -> Tensor:
     from angpt.fast import muon_kernels
 
-    return muon_kernels.symmetric_polynomial(x, a, b, c)
+    return muon_kernels.symmetric_polynomial(x, a, b, c, squares)
 
 
 def _is_matrix_on_gpu(x: Tensor) -> bool:

@@ -25,7 +25,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 of the Frobenius norm lie between 0.68 and 1.21, with a mean of about 0.85."""
 EPS = 1e-7
 """Smallest norm that a matrix is divided by: the update of a matrix whose gradients stay zero fades."""
-SQUARE_GROUPS, RECTANGULAR_GROUPS = (1, 1, 1, 1, 1), (1, 2, 2)
+SQUARE_GROUPS, RECTANGULAR_GROUPS = (1, 1, 1, 1, 1), (1, 2, 2)  # the first alone: it normalizes
 """The five iterations, in groups in which XXᵀ and its polynomials are computed from each other, and X only at the end:
 less work where X is not square. In bf16 groups of up to two are as accurate as single iterations; one of five
 diverges."""
@@ -79,15 +79,19 @@ def iteration_groups(rows: int, columns: int) -> tuple[int, ...]:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0."""
+    """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0.
+
+    The first iteration divides each matrix by its Frobenius norm, so that singular values are at most 1. The square of
+    the norm is the trace of XXᵀ, which overflows for norms above 10¹⁹.
+    """
     rows, columns = x.shape[-2:]
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
-    lengths = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide_dtype).clamp(min=EPS)
-    x = x / lengths.to(x.dtype)  # the largest singular value is now at most 1
-    for iterations in iteration_groups(rows, columns):
+    for group, iterations in enumerate(iteration_groups(rows, columns)):
         short = x if rows <= columns else x.mT
         gram = symmetric_product(short, short)
-        factor = polynomial = symmetric_polynomial(gram, *COEFFICIENTS)
+        trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1, dtype=wide_dtype) if group == 0 else None
+        squares = None if trace is None else trace.clamp(min=EPS**2)
+        factor = polynomial = symmetric_polynomial(gram, *COEFFICIENTS, squares)
         for _ in range(iterations - 1):  # all are polynomials of one symmetric matrix: they commute
             gram = symmetric_product(polynomial, symmetric_product(gram, polynomial))
             polynomial = symmetric_polynomial(gram, *COEFFICIENTS)
@@ -103,11 +107,14 @@ def symmetric_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 @operation
-def symmetric_polynomial(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a + b x + c x² for each symmetric matrix x of a batch."""
+def symmetric_polynomial(x: Tensor, a: float, b: float, c: float, squares: Tensor | None = None) -> Tensor:
+    """a + b x + c x² for each symmetric matrix x of a batch; with `squares`, that of x / squares, over √squares."""
+    if squares is not None:
+        squares = squares[:, None, None]
+        x = (x / squares).to(x.dtype)
     result = torch.baddbmm(x, x, x, beta=b, alpha=c)
     result.diagonal(dim1=-2, dim2=-1).add_(a)
-    return result
+    return result if squares is None else (result / squares.sqrt()).to(x.dtype)
 
 
 @operation

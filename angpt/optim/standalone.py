@@ -70,7 +70,8 @@ class Muon(torch.optim.Optimizer):
             weight_decay: Decoupled weight decay of matrices.
             hidden: Names of the parameters for Muon, each with the number of linear maps that are stacked in it;
                 those of `hidden_matrices(module)` unless given.
-            dtype: Precision of the orthogonalization; bf16 on a GPU and that of the parameter elsewhere unless given.
+            dtype: Precision of the orthogonalization; bf16 on a GPU and fp32 (fp64 for parameters in fp64) elsewhere
+                unless given. fp16 has too small a range.
         """
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         chosen = hidden_matrices(module) if hidden is None else dict(hidden)
@@ -85,6 +86,8 @@ class Muon(torch.optim.Optimizer):
             shape = tuple(named[name].shape)
             if not is_matrix(named[name]) or not isinstance(maps, int) or maps < 1 or shape[0] % maps:
                 raise UserError(f"hidden: {name!r} of shape {shape} is not a stack of {maps} matrices")
+        if dtype == torch.float16:
+            raise UserError("dtype: the range of float16 is too small for Muon; use torch.bfloat16 or torch.float32")
         fractions = (momentum, *betas)
         if min(lr, adam_lr, eps, weight_decay) < 0 or not all(0 <= x < 1 for x in fractions):
             raise UserError("rates, eps and weight_decay must not be negative; momentum and betas must be in [0, 1)")
@@ -149,7 +152,8 @@ class Muon(torch.optim.Optimizer):
         weight = states[0].weight
         one = torch.ones((), device=weight.device)
         if group["maps"]:
-            dtype = group["dtype"] or (torch.bfloat16 if weight.is_cuda else weight.dtype)
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            dtype = group["dtype"] or (torch.bfloat16 if weight.is_cuda else wide)
             muon_(states, gradients, one, lr=group["lr"], momentum=group["momentum"], dtype=dtype)
             return
         for form, of_form in by_form(adam_, states, gradients):

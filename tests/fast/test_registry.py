@@ -89,7 +89,7 @@ EXAMPLES = {
     "normed_heads": heads,
     "decode_step": decoding,
     "symmetric_product": lambda: (x := torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT, x),
-    "symmetric_polynomial": lambda: (symmetric(3, 140) / 140, 3.4, -4.7, 2.0),
+    "symmetric_polynomial": lambda: (symmetric(3, 140), 3.4, -4.7, 2.0, torch.full((3,), 140.0, device=DEVICE)),
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""
 OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")

@@ -73,7 +73,10 @@ def test_a_matrix_without_gradients_comes_to_rest():
         optimizer.step()
     assert w.isfinite().all()
     torch.testing.assert_close(w.detach(), rest, rtol=0, atol=1e-4)
-    assert torch.equal(orthogonalize(torch.zeros(1, 3, 5, dtype=torch.float16)), torch.zeros(1, 3, 5).half())
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(orthogonalize(torch.zeros(1, 3, 5, dtype=dtype)), torch.zeros(1, 3, 5, dtype=dtype))
+    with pytest.raises(UserError, match="the range of float16 is too small"):
+        angpt.Muon(nn.ParameterDict({"w": w}), hidden={"w": 1}, dtype=torch.float16)
 
 
 def test_a_zero_matrix_stays_zero():
@@ -101,6 +104,11 @@ def test_a_symmetric_product_is_the_product():
     torch.testing.assert_close(gram, torch.stack([m @ m.T for m in x]))
     expected = torch.stack([3 * torch.eye(6) + 0.5 * m + 2 * m @ m for m in gram])
     torch.testing.assert_close(symmetric_polynomial(gram, 3.0, 0.5, 2.0), expected)
+    squares = torch.tensor([4.0, 9.0, 25.0])
+    expected = torch.stack(
+        [symmetric_polynomial(m[None] / s, 3.0, 0.5, 2.0)[0] / s**0.5 for m, s in zip(gram, squares, strict=True)]
+    )
+    torch.testing.assert_close(symmetric_polynomial(gram, 3.0, 0.5, 2.0, squares), expected)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(48, 192), (192, 48), (64, 64)])
