@@ -2,15 +2,21 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from angpt.config import SIZES, ModelConfig, OptimizerConfig, TrainConfig, parse_budget
+from angpt.config import SIZES, ModelConfig, OptimizerConfig, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError, nearest
+from angpt.serialization import from_dict
 from angpt.slurm import SlurmConfig
 
 MOST_TRIALS = 64
 """Learning rates, a factor of two apart, beyond which the smallest or the largest are not numbers that train."""
+OF_A_GRID = {
+    "optimizer.lr": "lrs or [lrs]", "optimizer.name": "architectures", "model.architecture": "architectures",
+    "batch_tokens": "batches", "tokens": "budgets", "seed": "seeds",
+}  # fmt: skip
+"""Settings that differ between runs of a study, and what sets them."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,8 @@ class StudyConfig:
     """Resources that are asked of SLURM for each run, with --slurm."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Everything else about the runs."""
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Settings of [train] that one architecture has for itself: [settings."gpt+:muon".optimizer] with weight_decay."""
 
     def __post_init__(self) -> None:
         if not self.grid:
@@ -131,6 +139,10 @@ class StudyConfig:
             raise UserError(f"lrs: {', '.join(sorted(unknown))} is not among the architectures that are compared")
         if wrong := [name for name, lr in self.lrs.items() if not 0 < lr < float("inf")]:
             raise UserError(f"lrs: the rate of {wrong[0]} must be positive and finite")
+        if unknown := set(self.settings) - set(architectures):
+            raise UserError(f"settings: {', '.join(sorted(unknown))} is not among the architectures of a grid")
+        for name in self.settings:
+            self.train_of(name)
         if not 0 < self.tuning_split < 1:
             raise UserError(f"tuning_split must be in (0, 1), not {self.tuning_split}")
         if self.baseline_budget is not None:
@@ -139,6 +151,20 @@ class StudyConfig:
             raise UserError(f"beta2_below_100M must be in [0, 1), not {self.beta2_below_100M}")
         if self.threads is not None and self.threads < 1:
             raise UserError(f"threads must be positive, not {self.threads}")
+
+    def train_of(self, recipe: Recipe) -> TrainConfig:
+        """What the runs of an architecture have in common."""
+        train, own = self.train.with_recipe(recipe), self.settings.get(recipe, {})
+        if not own:
+            return train
+        values, where = asdict(train), f"settings.{recipe}"
+        for key, value in own.items():
+            table = isinstance(value, dict) and isinstance(values.get(key), dict)
+            for name in (f"{key}.{inner}" for inner in value) if table else (key,):
+                if name in OF_A_GRID:
+                    raise UserError(f"{where}.{name}: {OF_A_GRID[name]} sets it")
+            values[key] = values[key] | value if table else value
+        return from_dict(TrainConfig, values, where)
 
 
 def multiple(text: str, where: str) -> float:

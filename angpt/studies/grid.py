@@ -108,8 +108,8 @@ def sized(config: StudyConfig, group: Group) -> TrainConfig:
     shape = dataclasses.asdict(config.shapes[group.size]) if group.size in config.shapes else {}
     if group.size in SIZES:
         shape = dict(zip((f.name for f in dataclasses.fields(Shape)), SIZES[group.size], strict=True))
-    train = dataclasses.replace(config.train, model=dataclasses.replace(config.train.model, **shape))
-    return train.with_recipe(group.architecture)
+    train = config.train_of(group.architecture)
+    return dataclasses.replace(train, model=dataclasses.replace(train.model, **shape))
 
 
 def run_config(config: StudyConfig, point: Point) -> TrainConfig:

@@ -130,6 +130,37 @@ def test_lrs_are_of_muon_and_the_rate_of_adam_beside_it_is_by_the_rule(read, giv
     assert make_plan(run_config(config, Point(Group("gpt+", "a", "1M"), 128, 0.02, 0))).config.optimizer.adam_lr is None
 
 
+def test_an_architecture_has_settings_of_its_own(read):
+    own = """
+    [settings."gpt+".optimizer]
+    weight_decay = 0.7
+    [settings."angpt:muon"]
+    eval_every = 3
+    optimizer = {adam_lr = 0.02, momentum = 0.9}
+    [train]"""
+    config = read(('"angpt"]', '"angpt:muon", "angpt"]'), ("[train]", own))
+    found = {a: run_config(config, Point(Group(a, "a", "1M"), 128, 0.02, 0)) for a in ("gpt+", "angpt:muon", "angpt")}
+    assert found["gpt+"].optimizer.weight_decay == 0.7
+    assert (found["angpt:muon"].eval_every, found["angpt:muon"].optimizer.adam_lr) == (3, 0.02)
+    assert found["angpt"] == run_config(read(), Point(Group("angpt", "a", "1M"), 128, 0.02, 0))
+    assert {run.data for run in found.values()} == {config.train.data}
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        ('"gpt+".optimizer.lr = 0.1', r"settings.gpt\+.optimizer.lr: lrs or \[lrs\] sets it"),
+        ('"gpt+".seed = 1', "settings.gpt[+].seed: seeds sets it"),
+        ('"gpt+".optimizer.weight = 0.1', "unknown key 'settings.gpt[+].optimizer.weight'"),
+        ('"gpt+".optimizer = 3', "settings.gpt[+].optimizer must be"),
+        ("ngpt.seed = 1", "settings: ngpt is not among the architectures"),
+    ],
+)
+def test_wrong_settings_of_an_architecture_are_refused(read, own, words):
+    with pytest.raises(UserError, match=words):
+        read(("[train]", f"[settings]\n{own}\n[train]"))
+
+
 def test_without_sizes_and_budgets_those_of_train_hold(read, tmp_path):
     config = read(
         ('sizes = ["a", "b"]\n', ""),
