@@ -22,7 +22,7 @@ from angpt.studies.config import Grid, Shape, StudyConfig
 from tests.torture.harness import CASES, LONG, Command, Limits, Outcome, changes, snapshot
 from tests.torture.material import CONFIG, STUDY, copied
 
-PATIENCE = 8.0
+PATIENCE = 5.0
 """Seconds after which a command that goes on has accepted its input; it is then interrupted."""
 MEMORY = 4 << 30
 FEW = 12
