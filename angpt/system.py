@@ -15,11 +15,13 @@ from angpt.errors import UserError
 
 LOCK = ".lock"
 """File in a folder that the process that writes to the folder holds locked."""
+NAME_BYTES = 8
+"""Random bytes in the name of a temporary file."""
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(NAME_BYTES)}.part")
     with part.open("x", encoding="utf-8", errors="surrogateescape") as file:  # new, not a link; text may hold paths
         try:
             file.write(text)
@@ -61,7 +63,8 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, busy: str) -> Iterator[None]:
-    """Hold the lock of the file `path` in a `with` block; the kernel releases it however the process ends.
+    """Hold the lock of the file `path` in a `with` block; the kernel releases it however the process ends. Temporary
+    files that a killed process has left in the folder are removed.
 
     If another process holds it, raise an error: the folder, `busy`, and that process.
     """
@@ -77,6 +80,8 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
+        for part in path.parent.glob(f".*.{'?' * 2 * NAME_BYTES}.part"):
+            part.unlink(missing_ok=True)
         yield
 
 

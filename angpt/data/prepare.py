@@ -195,7 +195,7 @@ def write_shards(
         raise
     finally:
         for writer in writers.values():
-            writer.file.close()
+            writer.discard()
     for split, shards in journal.shards.items():
         if not shards:
             raise UserError(f"{out}: the source has no text for {split}; correct it, delete {out} and try again")

@@ -10,6 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -140,6 +141,12 @@ class ShardWriter:
         self.part.replace(self.path)
         sha256 = self.digest.hexdigest()
         return Shard(file=self.path.name, **self.counts, max_token=self.max_token, sha256=sha256)
+
+    def discard(self) -> None:
+        """Remove what was written of a shard that is not finished."""
+        with suppress(OSError):  # the disk may be full
+            self.file.close()
+        self.part.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

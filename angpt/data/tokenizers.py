@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,11 +10,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
+from angpt.serialization import shown
 
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 TRAIN_BYTES = 50_000_000
 """Amount of text that a BPE is trained on; more changes few merges and costs memory."""
+MOST_TOKENS = 1_000_000
+"""Largest vocabulary of a BPE that is trained; the library reserves memory for all of it."""
 
 
 def load_tokenizer(spec: str | Path, train_texts: Iterable[str] = ()) -> Tokenizer:
@@ -94,8 +98,8 @@ def _byte_tokenizer() -> Tokenizer:
 
 def _train_bpe(spec: str, texts: Iterable[str]) -> Tokenizer:
     size = spec.removeprefix("bpe:")
-    if not size.isdecimal() or int(size) < 257:
-        raise UserError(f"tokenizer {spec!r}: write bpe:N with N of at least 257 (256 bytes and end-of-text)")
+    if not re.fullmatch("[0-9]{3,7}", size) or not 257 <= int(size) <= MOST_TOKENS:
+        raise UserError(f"tokenizer {shown(spec)}: write bpe:N with N from 257 (bytes, end-of-text) to {MOST_TOKENS:,}")
     tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=int(size),

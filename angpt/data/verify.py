@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from angpt.errors import UserError
-from angpt.serialization import json_values, seal, unseal
+from angpt.serialization import json_values, seal, typed, unseal
 from angpt.system import available_cores, write_atomically
 
 VERIFIED = ".verified.json"
@@ -22,6 +22,10 @@ VERIFIED = ".verified.json"
 BLOCK_BYTES = 1 << 22
 LARGE_BYTES = 20 << 30
 """Amount of data above which a message says that it is being read."""
+
+
+Memory = dict[str, tuple[str, str, int]]
+"""The version of each file that was read, the checksum of its tokens and the largest of them, by the file's name."""
 
 
 class Contents(NamedTuple):
@@ -42,13 +46,13 @@ def contents(files: Sequence[tuple[Path, int]], dtype: np.dtype[Any], again: boo
     with _alone(folder):
         versions = {path.name: _version(path, offset, dtype) for path, offset in files}
         known = {} if again else _remembered(folder)
-        changed = [file for file in files if known.get(file[0].name, [None])[0] != versions[file[0].name]]
+        changed = [file for file in files if known.get(file[0].name, ("",))[0] != versions[file[0].name]]
         if changed:
             if (size := sum(path.stat().st_size for path, _ in changed)) > LARGE_BYTES:
                 print(f"note: {folder}: verifying {size / 1e9:,.0f} GB of tokens, once", file=sys.stderr)
             with ThreadPoolExecutor(available_cores()) as pool:
                 found = list(pool.map(lambda file: _read(file[0], file[1], dtype), changed))
-            new = {path.name: [versions[path.name], *read] for (path, _), read in zip(changed, found, strict=True)}
+            new = {path.name: (versions[path.name], *read) for (path, _), read in zip(changed, found, strict=True)}
             known = _remembered(folder) | new
             _remember(folder, known)
         return [Contents(*known[path.name][1:]) for path, _ in files]
@@ -65,10 +69,10 @@ def _read(path: Path, offset: int, dtype: np.dtype[Any]) -> Contents:
     return Contents(digest.hexdigest(), largest)
 
 
-def _version(path: Path, offset: int, dtype: np.dtype[Any]) -> list[Any]:
+def _version(path: Path, offset: int, dtype: np.dtype[Any]) -> str:
     """Changes whenever the file is written to or replaced."""
     stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, offset, dtype.name]
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino} {offset} {dtype.name}"
 
 
 def _memory(folder: Path) -> Path:
@@ -78,13 +82,13 @@ def _memory(folder: Path) -> Path:
     return caches / "angpt" / f"{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()}.json"
 
 
-def _remembered(folder: Path) -> dict[str, Any]:
+def _remembered(folder: Path) -> Memory:
     with suppress(UserError):
-        return unseal(json_values(_memory(folder)))
+        return typed(Memory, unseal(json_values(_memory(folder))), VERIFIED)
     return {}
 
 
-def _remember(folder: Path, known: dict[str, Any]) -> None:
+def _remember(folder: Path, known: Memory) -> None:
     with suppress(OSError):  # then the files are read again next time
         _memory(folder).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(_memory(folder), json.dumps(seal(known)) + "\n")

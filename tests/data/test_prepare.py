@@ -1,3 +1,4 @@
+import errno
 import gzip
 import io
 import json
@@ -15,10 +16,11 @@ from tokenizers import Tokenizer, models
 
 from angpt.data import prepare as prepare_module
 from angpt.data.journal import JOURNAL, Journal
-from angpt.data.shards import Index, ShardWriter, TokenData
+from angpt.data.shards import TOKENIZER, Index, ShardWriter, TokenData
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
+from angpt.system import LOCK
 from tests.data.corpora import NEOX, REAL, folder_bytes, prepare, write_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -183,6 +185,20 @@ def test_a_torn_journal_line_is_dropped(corpus, tmp_path, undisturbed, monkeypat
         prepare(corpus, out, console=quiet(), **OPTIONS)
         assert folder_bytes(out) == undisturbed
         (out / "index.json").unlink()
+
+
+def test_a_full_disk_leaves_no_part_of_a_shard(corpus, tmp_path, monkeypatch):
+    def full(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ShardWriter, "finish", full)
+    with pytest.raises(OSError, match="No space left"):
+        prepare(corpus, tmp_path / "out", **OPTIONS)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [LOCK, JOURNAL, TOKENIZER]
+    (tmp_path / "out" / f".{TOKENIZER}.0123456789abcdef.part").write_text("left by a killed process")
+    monkeypatch.undo()
+    prepare(corpus, tmp_path / "out", **OPTIONS)
+    assert not list((tmp_path / "out").glob(".*.part"))
 
 
 def test_finished_shards_must_still_be_there(corpus, tmp_path, monkeypatch):

@@ -68,8 +68,8 @@ def test_end_of_text_by_its_usual_names(name):
 def test_errors(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no end-of-text token"):
         end_of_text_id(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    for spec in ("bpe:x", "bpe:256", "bpe:"):
-        with pytest.raises(UserError, match="write bpe:N with N of at least 257"):
+    for spec in ("bpe:x", "bpe:256", "bpe:", "bpe:1000001", f"bpe:{'9' * 5000}", "bpe:٣٣٣"):
+        with pytest.raises(UserError, match="write bpe:N with N from 257"):
             load_tokenizer(spec)
     with pytest.raises(UserError, match=r"none.json: no such tokenizer file"):
         load_tokenizer(tmp_path / "none.json")

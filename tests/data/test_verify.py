@@ -13,6 +13,7 @@ from angpt.data import verify
 from angpt.data.prepare import ShardWriter
 from angpt.data.shards import INDEX, TokenData
 from angpt.errors import UserError
+from angpt.serialization import seal
 from tests.command import angpt
 from tests.data.corpora import prepare, write_jsonl, write_llmc, write_raw
 
@@ -131,6 +132,9 @@ def test_a_damaged_memory_is_not_believed(folder, reads):
         flip(path, rng)
         open_both(folder)
     assert len(reads) > known
+    for strange in ({"train-00000.bin": 1}, {"train-00000.bin": ["", 1, "a"]}, {"train-00000.bin": []}):
+        path.write_text(json.dumps(seal(strange)))
+        open_both(folder)
 
 
 def test_raw_files_are_read_once_and_their_largest_token_is_known(tmp_path, reads):

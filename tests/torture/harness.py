@@ -140,6 +140,7 @@ def _contents(handle: int, name: str) -> str:
 
 def _child(folder: Path, args: list[str], limits: Limits, pipes: list[str]) -> None:
     os.setsid()  # a process group of its own, which can be killed
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     for number, name in enumerate([os.devnull, *pipes]):
         os.dup2(os.open(name, os.O_WRONLY if number else os.O_RDONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))

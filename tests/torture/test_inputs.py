@@ -22,7 +22,7 @@ from angpt.studies.config import Grid, Shape, StudyConfig
 from tests.torture.harness import CASES, LONG, Command, Limits, Outcome, changes, snapshot
 from tests.torture.material import CONFIG, STUDY, copied
 
-PATIENCE = 8.0
+PATIENCE = 5.0
 """Seconds after which a command that goes on has accepted its input; it is then interrupted."""
 MEMORY = 4 << 30
 FEW = 12
@@ -227,6 +227,46 @@ def test_the_arguments_that_are_changed_are_good_ones(place, command):
     outcome = outcome_of(place.folder, args)
     assert outcome.code == 0, outcome
     place.renew()
+
+
+ANEW = ("--config", "c.toml", "--out", "new")
+REFUSED = [
+    ("train", *ANEW, "--tokens", "9" * 400),
+    ("train", *ANEW, "--data.tuning-split", "1e-9"),
+    ("train", *ANEW, "--model.vocab-size", str(10**15)),
+    ("train", *ANEW, "--model.d-model", str(2**40)),
+    ("train", *ANEW, "--timeout", "inf"),
+    ("train", *ANEW, "--optimizer.lr", "inf"),
+    ("train", *ANEW, "--optimizer.eps", "inf"),
+    ("train", "--config", "c.toml", "--out", "a\nb"),
+    ("train", "--config", "c.toml", "--out", "c.toml/x"),
+    ("train", "--config", "c.toml", "--out", "x" * 300),
+    ("train", "--config", "text", "--out", "new"),
+    ("compare", *COMMANDS["compare"], "--tune", "1000000"),
+    ("generate", "runs/a", "tree \udcff"),
+    ("generate", "runs/a", "tree", "--tokens", str(10**15)),
+    ("data", "prepare", "text", "--out", "new", "--tokenizer", "c.toml"),
+    ("data", "prepare", "text", "--out", "new", "--tokenizer", "bpe:9999999999"),
+    ("data", "prepare", "text", "--out", "runs"),
+    ("fit", "hparams", "text/00.txt", "--out", "new"),
+]
+"""What was once accepted, or ended in a traceback."""
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_refused(place, number):
+    check([place.problem(REFUSED[number])])
+    assert outcome_of(place.folder, REFUSED[number]).code == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("grid.lrs", "[0.01, 0.010001]"), ("grid.tune", "1000000"), ("shapes.x.d_model", "16"), ("grid.budgets", "['0']")],
+)
+def test_refused_studies(place, key, value):
+    text = edited(STUDY.replace("tune = 2\n", ""), key, value)
+    check([place.problem_of_file("s.toml", text, ["study", "plan", "s.toml"])])
+    assert outcome_of(place.folder, ["study", "plan", "s.toml"]).code == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -141,7 +141,7 @@ def undisturbed_studies(material):
         }
 
 
-@pytest.mark.parametrize("seed", count(1, 12))
+@pytest.mark.parametrize("seed", count(1, 6))
 @pytest.mark.parametrize("kind", MANY)
 def test_many_runs(material, undisturbed_studies, kind, seed):
     rng = random.Random(seed)
