@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from angpt.serialization import read_json
+from angpt.serialization import read_json, seal
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -196,7 +196,7 @@ class Result:
         return read_json(cls, folder / RESULT, f"`angpt report {folder}` writes it again")
 
     def write(self, folder: Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False)
+        text = json.dumps(seal(dataclasses.asdict(self)), indent=1, allow_nan=False)
         write_atomically(folder / RESULT, text + "\n")
 
 

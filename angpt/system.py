@@ -1,6 +1,7 @@
 """Operating system: atomic writes of files and folders, locks, checksums of files, available cores."""
 
 import fcntl
+import glob
 import hashlib
 import os
 import platform
@@ -8,7 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from angpt.errors import UserError
@@ -32,16 +33,25 @@ def write_atomically(path: Path, text: str) -> None:
             part.unlink(missing_ok=True)
 
 
+def open_to_append(path: Path) -> int:
+    """A handle that writes to the end of a file, which is made if it does not exist; an error if it is a link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it."""
+    """A folder to fill, renamed to `path` when all of it is on the disk; after an error nothing is left of it, and what
+    a killed process has left is removed by the next one with the same `path`."""
     check_new_name(path)
     if path.exists():
         raise UserError(f"{path}: exists; choose another --out, or remove it")
-    part = path.with_name(f".{path.name}.part")
+    part, handle = path.with_name(f".{path.name}.{secrets.token_hex(NAME_BYTES)}.part"), None
     try:
-        remove(part)  # left by a killed process
         part.mkdir(parents=True)
+        handle = os.open(part, os.O_RDONLY)
+        with suppress(UserError):  # no locks here: then nothing that others left is removed
+            try_lock(handle, fcntl.LOCK_EX)
+            _remove_abandoned(path)
         yield part
         for entry in [*part.rglob("*"), part]:
             sync(entry)
@@ -50,7 +60,21 @@ def new_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
     finally:
+        if handle is not None:
+            os.close(handle)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove folders that were to become `path` and that no process fills any more."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.{'?' * 2 * NAME_BYTES}.part"):
+        with suppress(OSError):
+            handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if try_lock(handle, fcntl.LOCK_EX):
+                    shutil.rmtree(part, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def remove(path: Path) -> None:
@@ -71,7 +95,7 @@ def locked(path: Path, busy: str) -> Iterator[None]:
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        raise UserError(f"{path}: cannot be locked ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be locked ({error.strerror}); give permission to write here") from error
     with os.fdopen(handle, "r+", encoding="utf-8") as file:
         if not try_lock(handle, fcntl.LOCK_EX):
             time.sleep(0.1)  # a process that asks whether it is locked holds it for a moment
@@ -81,7 +105,8 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
         for part in path.parent.glob(f".*.{'?' * 2 * NAME_BYTES}.part"):
-            part.unlink(missing_ok=True)
+            with suppress(OSError):  # a folder, or removed meanwhile
+                part.unlink()
         yield
 
 
@@ -89,14 +114,16 @@ def try_lock(handle: int, kind: int) -> bool:
     """Try to lock an open file until it is closed; True if that succeeded."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError as error:
+        raise UserError(f"a lock is not possible here ({error.strerror}); use a file system with flock") from error
     return True
 
 
 def check_name(name: str) -> str:
     """A file name that another file states; an error if it would lead out of the folder."""
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    if name in ("", ".", "..") or "/" in name or "\0" in name or not name.isprintable():
         raise UserError(f"{name!r} is not the name of a file in its folder")
     return name
 

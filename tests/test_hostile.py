@@ -18,6 +18,9 @@ from angpt.inference.source import open_source
 from angpt.present.tables import Table, show
 from angpt.present.words import printable
 from angpt.system import locked, new_folder, write_atomically
+from angpt.training.checkpoint import State
+from angpt.training.ranks import log_to
+from angpt.training.sinks import MetricsFile
 from tests.command import call
 from tests.data.corpora import prepare
 
@@ -131,3 +134,43 @@ def test_control_characters_are_shown_not_sent(folder, capsys):
     assert not CONTROL.search(out + err)
     assert r"no\x1b[31m\x9b such\x07 folder" in err
     assert printable("two\nlines\tand ümläuts 😀") == "two\nlines\tand ümläuts 😀"
+
+
+def test_a_planted_link_is_not_appended_to(victim, tmp_path):
+    """Neither metrics nor logs of ranks; and charts replace a link."""
+    (tmp_path / "metrics.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        MetricsFile(tmp_path / "metrics.jsonl", 0)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank-1.log").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"), log_to(tmp_path / "logs/rank-1.log"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../model.safetensors", "a\x1b"])
+def test_a_checkpoint_cannot_name_files_elsewhere(tmp_path, name):
+    state = State(1, "angpt", 0, 1.0, None, "", None, {})
+    with pytest.raises(UserError, match="is not the name of a file in its folder"):
+        replace(state, sha256={name: "0"})
+
+
+def test_two_that_make_one_folder_do_not_mix(tmp_path):
+    """The second to end gets an error, and what the first made stays; what killed processes left is removed."""
+    (tmp_path / f".x.{'0' * 16}.part").mkdir()
+    slow, fast = new_folder(tmp_path / "x"), new_folder(tmp_path / "x")
+    with fast as one:
+        (slow.__enter__() / "b").write_text("two")
+        (one / "a").write_text("one")
+    with pytest.raises(UserError, match="cannot be written"):
+        slow.__exit__(None, None, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["a"]
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(UserError, match="use a file system with flock"), locked(tmp_path / ".lock", "busy"):
+        pass

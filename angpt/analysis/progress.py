@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from angpt.analysis.analyse import Tick
+from angpt.present.words import printable
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def progress(console: Console) -> Iterator[Tick]:
     def tick(run: str, done: int, total: int) -> None:
         if run not in tasks:
             bar.start()  # only now, so that an error message has no empty line before it
-            tasks[run] = bar.add_task(run, total=total)
+            tasks[run] = bar.add_task(printable(run), total=total)
         bar.update(tasks[run], completed=done)
 
     try:

@@ -81,6 +81,7 @@ def prepare(
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
+        check_shards(out, index, (*index.train.shards, *index.val.shards))
         console.print(f"{out} is complete already")
         return index
     with lock(out):
@@ -100,7 +101,7 @@ def prepare(
         )
         check_shards(out, index, (*index.train.shards, *index.val.shards))
         index.write(out)
-        journal.path.unlink()
+        journal.path.unlink(missing_ok=True)  # a process that found the index may have removed it
     return index
 
 

@@ -66,6 +66,10 @@ class Split:
     max_token: int
     shards: tuple[Shard, ...]
 
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise UserError("a split has no shards")
+
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Self:
         names = ("documents", "tokens", "text_bytes", "replaced")
@@ -310,7 +314,7 @@ def check_shards(folder: Path, index: Index, shards: Sequence[Shard], again: boo
 
 
 def check_size(path: Path, expected: int) -> None:
-    if not path.exists():
+    if not path.is_file():
         raise UserError(f"{path}: the shard is missing; restore it, or delete the folder and prepare it again")
     if (size := path.stat().st_size) != expected:
         raise UserError(

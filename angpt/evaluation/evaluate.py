@@ -28,6 +28,7 @@ from angpt.evaluation.results import SCORES, LossResult, Results, TaskResult, re
 from angpt.evaluation.scoring import Model, Progress, score
 from angpt.evaluation.subjects import Subject
 from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
+from angpt.present.words import printable
 from angpt.training.hardware import choose_device, present
 from angpt.training.run import environment
 
@@ -89,7 +90,7 @@ class Display:
             TimeRemainingColumn(),
         )
         with Bar(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as bar:
-            line = bar.add_task(label, total=None)
+            line = bar.add_task(printable(label), total=None)
             yield lambda done, total: bar.update(line, completed=done, total=total)
 
 

@@ -11,7 +11,7 @@ from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.tasks import TASKS
 from angpt.present import tables
-from angpt.serialization import read_json
+from angpt.serialization import read_json, seal
 from angpt.system import write_atomically
 
 RESULTS, SCORES = Path("eval/results.json"), Path("eval/scores")
@@ -106,7 +106,7 @@ def write_results(folder: Path, results: Results) -> None:
     path = folder / RESULTS
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(seal(asdict(results)), indent=1, allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
 

@@ -197,13 +197,14 @@ def import_run(source: Source, folder: Path) -> None:
     training = source.training
     state = checkpoint.State(
         step=training.step or 0,
-        architecture=source.cfg.architecture,
+        architecture=config.recipe,
         metrics_bytes=0,
         seconds=0.0,
         val_loss=training.val_loss,
         data_fingerprint="",
         tokenizer_fingerprint=training.tokenizer_fingerprint,
         sha256={},
+        config=config,
     )
     with new_folder(folder) as part:
         write_atomically(part / "config.toml", to_toml(config))

@@ -15,7 +15,7 @@ from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.folded import Folded
-from angpt.serialization import read_json
+from angpt.serialization import read_json, seal
 from angpt.system import file_sha256, new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
@@ -56,7 +56,7 @@ def save(
         save_tensors(model.state_dict(), part / WEIGHTS)
         sha256 = file_sha256(part / WEIGHTS)
         about = About(FORMAT, model.cfg, model.design, str(made_from), weights_sha256, training, sha256)
-        (part / ABOUT).write_text(json.dumps(asdict(about), indent=1) + "\n", encoding="utf-8")
+        (part / ABOUT).write_text(json.dumps(seal(asdict(about)), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
 

@@ -55,6 +55,8 @@ class Drawn:
 
 def write_chart(chart: Chart, folder: Path) -> Drawn:
     """Write NAME.png, NAME.svg and NAME.csv, and return the chart for the page."""
+    for kind in ("png", "svg", "csv"):
+        (folder / f"{chart.name}.{kind}").unlink(missing_ok=True)  # a link stays behind with what it points to
     with styled():
         wide = chart.draw(False)
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""The terminal, to which text is printed as it is."""
+"""The terminal: text is printed as text, whatever characters it has."""
 
 from typing import TYPE_CHECKING, Any
 

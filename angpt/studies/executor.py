@@ -211,9 +211,11 @@ def _start_server() -> None:
     """Start the server from which runs are forked. A signal to the whole process group does not end it: it inherits the
     mask."""
     resource_tracker.ensure_running()  # first, because it unblocks the signals
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:

@@ -12,13 +12,13 @@ import dataclasses
 import hashlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from angpt.errors import UserError
+from angpt.present.terminal import terminal
 from angpt.present.words import plural
 from angpt.results import RESULT, Result, RunResult
 from angpt.serialization import to_toml
@@ -212,7 +212,8 @@ class Study:
             write_atomically(self.folder / "result.md", markdown(result))
             result.write(self.folder)
         except OSError as error:
-            print(f"note: {self.folder}: {RESULT} cannot be written ({error.strerror})", file=sys.stderr)
+            note = f"note: {self.folder}: {RESULT} cannot be written ({error.strerror})"
+            terminal(stderr=True).print(note)
         return result
 
     def _sources(self) -> str:

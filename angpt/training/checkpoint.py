@@ -6,6 +6,8 @@ that it holds to files of its own, whose headers say which rows these are; any n
 
 import hashlib
 import json
+import math
+import os
 import shutil
 import threading
 import warnings
@@ -23,7 +25,7 @@ from torch import Tensor
 from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.errors import UserError
 from angpt.serialization import check_settings, from_dict, json_values, parse_json, seal, typed, unseal
-from angpt.system import remove, sync, write_atomically
+from angpt.system import check_name, file_sha256, remove, sync, write_atomically
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
 T = TypeVar("T")
@@ -59,7 +61,10 @@ class State:
     """Settings of the run; None in checkpoints of earlier versions."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "0 or more", lambda value: value >= 0, "step", "metrics_bytes", "seconds")
+        check_settings(self, "0 or more", lambda value: 0 <= value < math.inf, "step", "metrics_bytes", "seconds")
+        check_settings(self, "finite", math.isfinite, "val_loss")
+        for name in self.sha256:
+            check_name(name)
 
     @property
     def fingerprint(self) -> str:
@@ -171,7 +176,7 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
             metadata = {ROWS: json.dumps(rows)} if rows else None
             save_file({name: shard.rows for name, shard in chosen.items()}, part / file, metadata)
             sync(part / file)
-            sums[file] = _sha256(part / file)
+            sums[file] = file_sha256(part / file)
     return sums
 
 
@@ -180,7 +185,7 @@ def complete(part: Path, target: Path, state: State, keep: int) -> None:
     write_atomically(part / STATE, json.dumps(seal(asdict(state)), indent=1) + "\n")
     sync(part)
     old = part.with_name(f"{part.name}-old")
-    if target.exists():  # a damaged one, or the run would have continued from it
+    if os.path.lexists(target):  # a damaged one, or the run would have continued from it
         target.rename(old)
     part.rename(target)
     sync(target.parent)
@@ -208,9 +213,9 @@ def newest(folder: Path) -> Path | None:
 def read_state(path: Path, verify: bool = True) -> State:
     """The state of a checkpoint; `verify`: its tensor files are compared with their checksums."""
     try:
-        state = from_dict(State, unseal(json_values(path / STATE)), finite=True)
+        state = from_dict(State, unseal(json_values(path / STATE)))
         for name, expected in state.sha256.items() if verify else ():
-            if _sha256(path / name) != expected:
+            if file_sha256(path / name) != expected:
                 raise UserError(f"the checksum of {name} is wrong")
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: the checkpoint is damaged ({error})") from error
@@ -287,11 +292,6 @@ def load_model(path: Path) -> dict[str, Tensor]:
     """The parameters of a checkpoint by name, whole, whichever number of processes wrote it."""
     reader = Reader(path)
     return {name: reader.read(name) for name in reader.pieces if not _of_optimizer(name)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _of_optimizer(name: str) -> bool:

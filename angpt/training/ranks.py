@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from angpt.errors import UserError
+from angpt.system import open_to_append
 from angpt.training.watchdog import listed
 
 MARGIN_SECONDS = 60.0
@@ -88,7 +89,7 @@ def wait_for_port(host: str, port: int, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host, port), timeout).close()
+            socket.create_connection((host, port), max(deadline - time.monotonic(), 0.1)).close()
             return
         except OSError:
             if time.monotonic() > deadline:
@@ -136,9 +137,10 @@ def log_to(path: Path) -> Iterator[None]:
     path.parent.mkdir(exist_ok=True)
     before = [os.dup(number) for number in (1, 2)]
     try:
-        with path.open("ab") as log:
-            for number in (1, 2):
-                os.dup2(log.fileno(), number)
+        log = open_to_append(path)
+        for number in (1, 2):
+            os.dup2(log, number)
+        os.close(log)
         yield
     finally:
         for stream in (sys.stdout, sys.stderr):

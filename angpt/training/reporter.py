@@ -5,6 +5,7 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from angpt.present.words import printable
 from angpt.training.plan import Plan
 
 
@@ -39,7 +40,7 @@ class TerminalReporter(Reporter):
 
     def start(self, plan: Plan, step: int) -> None:
         self.progress.start()
-        name = plan.config.recipe
+        name = printable(plan.config.recipe)
         self.task = self.progress.add_task(name, total=plan.steps, completed=step, figures="starting")
 
     def train(self, step: int, loss: float, tokens_per_s: float) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
-from angpt.serialization import check_settings, parse_json, read_json, read_toml, to_toml
+from angpt.serialization import check_settings, parse_json, read_json, read_toml, seal, to_toml
 from angpt.system import LOCK, locked, new_folder, try_lock, write_atomically
 from angpt.version import __version__
 
@@ -49,8 +49,10 @@ class Summary:
     """Versions, commit and hardware."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "positive", lambda value: value > 0, "steps", "val_loss", "parameters", "flops_per_token")
-        check_settings(self, "0 or more", lambda value: value >= 0, "step", "tokens", "seconds", "tokens_per_s")
+        check_settings(self, "positive", lambda value: value > 0, "steps", "parameters", "flops_per_token")
+        check_settings(
+            self, "0 or more", lambda value: value >= 0, "step", "tokens", "val_loss", "seconds", "tokens_per_s"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ class Run:
         return read_json(Summary, path, "remove it and continue with --resume") if path.exists() else None
 
     def write_summary(self, summary: Summary) -> None:
-        write_atomically(self.path / "summary.json", json.dumps(asdict(summary), indent=1, allow_nan=False) + "\n")
+        text = json.dumps(seal(asdict(summary)), indent=1, allow_nan=False)
+        write_atomically(self.path / "summary.json", text + "\n")
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The numbered lines of metrics.jsonl, without a last one that a killed process left incomplete."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
+from angpt.system import open_to_append
 
 
 class Sink:
@@ -37,7 +38,7 @@ class MetricsFile(Sink):
     def __init__(self, path: Path, length: int) -> None:
         if (path.stat().st_size if path.exists() else 0) < length:
             raise UserError(f"{path}: is shorter than the last checkpoint says; restore it, or start a new run")
-        self.file = path.open("ab")
+        self.file = os.fdopen(open_to_append(path), "ab")
         self.file.truncate(length)
         self.file.seek(0, os.SEEK_END)
 

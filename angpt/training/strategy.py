@@ -143,8 +143,12 @@ class Distributed(Strategy):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            dist.barrier(self.files)
+            before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            try:
+                dist.barrier(self.files)
+            except RuntimeError as lost:
+                error = lost
+            signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
         self.watchdog.stop()  # last, because ending the connection may hang
         if (words := lost_rank(error)) is not None:

@@ -1,5 +1,6 @@
 """Damaged tokens are found before anything trains on them, and files are read once only."""
 
+import fcntl
 import json
 import os
 import random
@@ -167,3 +168,42 @@ def test_prepare_reads_what_it_has_written(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is damaged"):
         prepare((str(source),), tmp_path / "out", tokenizer="bytes")
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_a_lock_of_others_does_not_stop_it_for_ever(folder, monkeypatch):
+    """It waits, and then reads the files itself; once they are known, nobody waits."""
+    monkeypatch.setattr(verify, "WAIT_SECONDS", 0.3)
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    open_both(folder)
+    monkeypatch.setattr(verify, "WAIT_SECONDS", 1e9)
+    open_both(folder)
+    os.close(handle)
+
+
+def test_without_a_place_to_remember_files_are_read_again_and_a_note_says_so(folder, reads, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(verify.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    (folder / verify.VERIFIED).unlink(missing_ok=True)
+    for _ in range(2):
+        open_both(folder)
+    assert len(reads) == 2 * len(set(reads))
+    assert "cannot be remembered (no home)" in capsys.readouterr().err
+
+
+def test_a_split_without_shards_is_refused(folder):
+    values = json.loads((folder / INDEX).read_text())
+    del values["checksum"]
+    values["train"]["shards"] = []
+    (folder / INDEX).write_text(json.dumps(values))
+    with pytest.raises(UserError, match="a split has no shards"):
+        TokenData.open(folder, "train")
+
+
+def test_preparing_again_finds_damage(folder, prepared):
+    source = (str(prepared.parent / "x.jsonl"),)
+    prepare(source, folder, tokenizer="bytes", shard_bytes=10_000)
+    flip(next(folder.glob("train-*.bin")), random.Random(0))
+    with pytest.raises(UserError, match="is damaged"):
+        prepare(source, folder, tokenizer="bytes", shard_bytes=10_000)

@@ -1,4 +1,5 @@
 import hashlib
+import math
 import os
 import random
 import re
@@ -12,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from angpt.config import OptimizerConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.training import checkpoint
 from angpt.training.checkpoint import State, Writer
+from angpt.training.run import Run, Summary
 from angpt.training.strategy import Shard, SingleProcess
 from tests.training.conftest import all_tensors
 
@@ -225,6 +228,7 @@ def fill(folder):
     code = f"""
 import resource, signal, torch
 from pathlib import Path
+from angpt.config import OptimizerConfig, TrainConfig
 from angpt.errors import UserError
 from tests.training.test_checkpoint import STATE, checkpoint
 from dataclasses import replace
@@ -261,3 +265,26 @@ def test_a_full_disk_is_named(tmp_path):
         save(tmp_path, 2)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_settings_may_be_infinite(tmp_path):
+    """Gradients are not clipped with clip = inf; the state itself is finite."""
+    config = TrainConfig(optimizer=OptimizerConfig(clip=math.inf))
+    path = checkpoint.save(tmp_path, MODEL, OPTIMIZER, replace(STATE, config=config), keep=2)
+    assert checkpoint.newest(tmp_path) == path
+    assert checkpoint.read_state(path).config == config
+    for changes in ({"seconds": math.inf}, {"val_loss": math.nan}):
+        with pytest.raises(UserError):
+            replace(STATE, **changes)
+
+
+def test_a_changed_summary_is_found_and_a_loss_of_zero_is_none(tmp_path):
+    values = {"status": "finished", "step": 1, "steps": 1, "tokens": 1, "val_loss": 0.0, "seconds": 1.0}
+    values |= {"compile_seconds": 0.0, "tokens_per_s": None, "peak_memory_gib": None, "parameters": 1}
+    run = Run(tmp_path)
+    run.write_summary(Summary(**values, flops_per_token=1, checkpoint=None, environment={}))
+    assert run.summary().val_loss == 0.0
+    path = tmp_path / "summary.json"
+    path.write_text(path.read_text().replace('"val_loss": 0.0', '"val_loss": 0.5'))
+    with pytest.raises(UserError, match="the checksum is wrong"):
+        run.summary()
