@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from angpt.fits.compute import Sample
 from angpt.fits.interpolate import Curve
@@ -116,6 +117,8 @@ def fit_isoflop(sample: Sample, method: Method = "parabola") -> IsoFlop | str:
     if problem := scattered(off, reach, by_slope):
         return problem
     curved = curvature_notes(compute, losses)
+    if method == "parabola":
+        notes += skew_notes(levels)
     return IsoFlop(
         levels=levels,
         loss=fit_power_law(compute, losses, by_loss),
@@ -153,6 +156,33 @@ def scattered(off: Floats, reach: Floats, weights: Floats) -> str | None:
         f"the minima scatter around their law by {part:.0%} of half the range of sizes tried, so that noise and the "
         "choice of sizes decide; train more sizes or seeds at each compute, or use the frontier or the parametric fit"
     )
+
+
+def skew_notes(levels: Sequence[Level]) -> list[str]:
+    """A note if a cubic term, the same at all levels, says that parabolas misplace the optimum (1 % level)."""
+    cubes, residuals, shifts = [], [], []
+    for level in levels:
+        if (v := level.vertex) is not None and v.coefficients is not None:
+            n = level.parameters[(level.parameters >= v.support[0]) & (level.parameters <= v.support[1])]
+            x = np.log(n / v.parameters)
+            parabola = np.polyfit(x, x**3, 2)
+            cubes.append(x**3 - np.polyval(parabola, x))
+            residuals.append(np.log(level.losses[np.isin(level.parameters, n)] / level.curve(n)))
+            # A cubic term takes its share of the slope at the vertex from the parabola, and moves the lowest point.
+            shifts.append(parabola[1] / (2 * v.coefficients[2]))
+    z, r = np.concatenate(cubes), np.concatenate(residuals)
+    freedom, square = len(r) - 3 * len(cubes) - 1, float(z @ z)
+    if freedom < 1 or square < 1e-9:
+        return []
+    cubic = float(z @ r) / square
+    error = math.sqrt(float(np.sum((r - cubic * z) ** 2)) / freedom / square)
+    shift = cubic * float(np.mean(shifts))
+    if abs(shift) < 0.01 or 2 * float(stats.t.sf(abs(cubic) / max(error, 1e-12), freedom)) > 0.01:
+        return []
+    return [
+        f"the valleys are skewed: N_opt of the parabolas is about {math.expm1(abs(shift)):.0%} too "
+        f"{'low' if shift > 0 else 'high'}, which its interval leaves out; the frontier regression includes the skew"
+    ]
 
 
 def find_levels(compute: Floats, parameters: Floats) -> list[Ints]:
