@@ -31,11 +31,13 @@ def check_units(records: Sequence[Record]) -> list[str]:
     """Raise an error for units that cannot be right; return notes on unusual learning rates."""
     _refuse(
         records,
+        "parameters",
         lambda r: r.parameters < FEWEST_PARAMETERS,
         lambda r: f"parameters = {r.parameters:g} cannot be the count; write 125e6, not millions or billions",
     )
     _refuse(
         records,
+        "tokens",
         lambda r: r.tokens < FEWEST_TOKENS or r.tokens / r.parameters < RATIO[0],
         lambda r: (
             f"tokens = {r.tokens:g} cannot be the count for {quantity(r.parameters)} parameters; write 2.5e9, not "
@@ -44,6 +46,7 @@ def check_units(records: Sequence[Record]) -> list[str]:
     )
     _refuse(
         records,
+        "parameters",
         lambda r: r.tokens / r.parameters > RATIO[1],
         lambda r: (
             f"parameters = {r.parameters:g} for {quantity(r.tokens)} tokens cannot be the counts of one run; write "
@@ -52,6 +55,7 @@ def check_units(records: Sequence[Record]) -> list[str]:
     )
     _refuse(
         records,
+        "batch_tokens",
         lambda r: _steps(r) > (MANY_STEPS if (r.batch_tokens or 0) < SMALL_BATCH else MOST_STEPS),
         lambda r: (
             f"batch_tokens = {r.batch_tokens:g} would make {_steps(r):,.0f} steps; write tokens per step, not sequences"
@@ -77,12 +81,18 @@ def _steps(record: Record) -> float:
     return record.tokens / record.batch_tokens if record.batch_tokens else 0.0
 
 
-def _refuse(records: Sequence[Record], wrong: Callable[[Record], bool], message: Callable[[Record], str]) -> None:
-    """Raise an error that names the first wrong record, and says if units are mixed."""
-    found = [r for r in records if r.status != "unfinished" and wrong(r)]
-    if found:
-        mixed = "" if len(found) == len(records) else f" ({len(found):,} of {len(records):,} runs: units are mixed)"
-        raise UserError(f"{found[0].source}: {message(found[0])}{mixed}")
+def _refuse(
+    records: Sequence[Record], name: str, wrong: Callable[[Record], bool], message: Callable[[Record], str]
+) -> None:
+    """Raise an error that names the first wrong record, and says if units of the field `name` are mixed."""
+    judged = [r for r in records if r.status != "unfinished"]
+    if not (found := [r for r in judged if wrong(r)]):
+        return
+    # In one wrong unit the largest values may pass, but they are not far from the others.
+    usual = [value for r in judged if not wrong(r) and (value := getattr(r, name))]
+    mixed = usual and min(usual) > 100 * max(getattr(r, name) for r in found)
+    some = f" ({len(found):,} of {len(judged):,} runs: units are mixed)" if mixed else ""
+    raise UserError(f"{found[0].source}: {message(found[0])}{some}")
 
 
 def mark_diverged(records: Sequence[Record]) -> tuple[list[Record], list[str]]:

@@ -52,6 +52,14 @@ def test_units_that_cannot_be_right(tmp_path, records, message):
     assert "x.csv:" in str(error.value)
 
 
+def test_one_wrong_unit_is_not_called_mixed(tmp_path):
+    """Models of more than ten billion parameters are more than 10,000 millions, which could be a count."""
+    records = [Record("", "m", n / 1e6, 20 * n / 1e9, 2.0) for n in np.geomspace(1e8, 7e10, 8)]
+    with pytest.raises(UserError, match="parameters = 100 cannot be the count") as error:
+        read_table([write_csv(tmp_path / "x.csv", records)])
+    assert "mixed" not in str(error.value)
+
+
 def test_rates_times_100(tmp_path):
     table = read_table([write_csv(tmp_path / "x.csv", change(SWEEP, lr=100.0))])
     assert sum("are unusually high; are they in per cent, or times 100?" in note for note in table.notes) == 1
