@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 from angpt.errors import UserError
 from angpt.fits.powerlaw import Floats
@@ -25,6 +26,8 @@ HIGH_LR, HIGH_LR_OF_LARGE, LARGE_MODEL = 0.5, 0.1, 2e7
 """Learning rates that half of the runs do not exceed, of small and of large models."""
 FAR = math.log(1.6)
 """Excess of log loss over that of similar runs beyond which a run counts as diverged."""
+STEEPEST = -0.5
+"""Lowest plausible exponent of the loss over parameters or tokens."""
 
 
 def check_units(records: Sequence[Record]) -> list[str]:
@@ -122,12 +125,16 @@ def mark_diverged(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
 
 
 def _lower_plane(x: Floats, y: Floats) -> Floats:
-    """The values of the quantile regression of y on x for a quarter, by iteratively reweighted least squares."""
+    """The values of the quantile regression of y on x for a quarter, by iteratively reweighted least squares.
+
+    Losses fall with size and tokens, at most as STEEPEST says, so that in few runs no absurd loss tilts the plane.
+    """
     design = np.column_stack([np.ones(len(y)), x - x.mean(axis=0)])
+    bounds = [-np.inf, STEEPEST, STEEPEST], [np.inf, 0.0, 0.0]
     weight = np.ones(len(y))
     for _ in range(50):
-        root = np.sqrt(weight)
-        fitted = design @ np.linalg.lstsq(design * root[:, None], y * root, rcond=1e-9)[0]
+        q, r = np.linalg.qr(design * np.sqrt(weight)[:, None])
+        fitted = design @ lsq_linear(r, q.T @ (y * np.sqrt(weight)), bounds, method="bvls").x
         off = y - fitted
         weight = np.where(off > 0, 0.25, 0.75) / np.maximum(np.abs(off), 1e-3)
     return fitted

@@ -90,6 +90,19 @@ def test_absurd_losses_count_as_diverged(places):
     assert f"with a loss far above those of similar runs count as diverged: {first} (10.8, others " in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "ratios"),
+    [([1e8], [20, 40, 80]), ([1e8, 3e8], [20, 40]), ([1e8, 3e8, 1e9], [20]), ([3e7, 1e8], [5, 20, 60])],
+)
+def test_an_absurd_loss_among_few_runs(sizes, ratios):
+    """It is the one that counts as diverged, wherever it is; a plane fits three runs exactly."""
+    runs = [(n, n * ratio) for n in sizes for ratio in ratios]
+    records = [Record(str(i), "m", n, d, float(LAW.loss(n, d))) for i, (n, d) in enumerate(runs)]
+    for place in range(len(records)):
+        changed, _ = mark_diverged(spoil(records, {place}))
+        assert [i for i, r in enumerate(changed) if r.status == "diverged"] == [place]
+
+
 def test_a_fit_is_that_without_the_absurd_losses(tmp_path):
     table = read_table([write_csv(tmp_path / "x.csv", spoil(PAPER, {7}))])
     assert (len(table.cells), len(table.diverged)) == (29, 1)
