@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 from angpt.errors import UserError
 from angpt.fits.powerlaw import Floats
@@ -25,17 +26,21 @@ HIGH_LR, HIGH_LR_OF_LARGE, LARGE_MODEL = 0.5, 0.1, 2e7
 """Learning rates that half of the runs do not exceed, of small and of large models."""
 FAR = math.log(1.6)
 """Excess of log loss over that of similar runs beyond which a run counts as diverged."""
+STEEPEST = -0.5
+"""Lowest plausible exponent of the loss over parameters or tokens."""
 
 
 def check_units(records: Sequence[Record]) -> list[str]:
     """Raise an error for units that cannot be right; return notes on unusual learning rates."""
     _refuse(
         records,
+        "parameters",
         lambda r: r.parameters < FEWEST_PARAMETERS,
         lambda r: f"parameters = {r.parameters:g} cannot be the count; write 125e6, not millions or billions",
     )
     _refuse(
         records,
+        "tokens",
         lambda r: r.tokens < FEWEST_TOKENS or r.tokens / r.parameters < RATIO[0],
         lambda r: (
             f"tokens = {r.tokens:g} cannot be the count for {quantity(r.parameters)} parameters; write 2.5e9, not "
@@ -44,6 +49,7 @@ def check_units(records: Sequence[Record]) -> list[str]:
     )
     _refuse(
         records,
+        "parameters",
         lambda r: r.tokens / r.parameters > RATIO[1],
         lambda r: (
             f"parameters = {r.parameters:g} for {quantity(r.tokens)} tokens cannot be the counts of one run; write "
@@ -52,6 +58,7 @@ def check_units(records: Sequence[Record]) -> list[str]:
     )
     _refuse(
         records,
+        "batch_tokens",
         lambda r: _steps(r) > (MANY_STEPS if (r.batch_tokens or 0) < SMALL_BATCH else MOST_STEPS),
         lambda r: (
             f"batch_tokens = {r.batch_tokens:g} would make {_steps(r):,.0f} steps; write tokens per step, not sequences"
@@ -77,12 +84,18 @@ def _steps(record: Record) -> float:
     return record.tokens / record.batch_tokens if record.batch_tokens else 0.0
 
 
-def _refuse(records: Sequence[Record], wrong: Callable[[Record], bool], message: Callable[[Record], str]) -> None:
-    """Raise an error that names the first wrong record, and says if units are mixed."""
-    found = [r for r in records if r.status != "unfinished" and wrong(r)]
-    if found:
-        mixed = "" if len(found) == len(records) else f" ({len(found):,} of {len(records):,} runs: units are mixed)"
-        raise UserError(f"{found[0].source}: {message(found[0])}{mixed}")
+def _refuse(
+    records: Sequence[Record], name: str, wrong: Callable[[Record], bool], message: Callable[[Record], str]
+) -> None:
+    """Raise an error that names the first wrong record, and says if units of the field `name` are mixed."""
+    judged = [r for r in records if r.status != "unfinished"]
+    if not (found := [r for r in judged if wrong(r)]):
+        return
+    # In one wrong unit the largest values may pass, but they are not far from the others.
+    usual = [value for r in judged if not wrong(r) and (value := getattr(r, name))]
+    mixed = usual and min(usual) > 100 * max(getattr(r, name) for r in found)
+    some = f" ({len(found):,} of {len(judged):,} runs: units are mixed)" if mixed else ""
+    raise UserError(f"{found[0].source}: {message(found[0])}{some}")
 
 
 def mark_diverged(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
@@ -112,12 +125,16 @@ def mark_diverged(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
 
 
 def _lower_plane(x: Floats, y: Floats) -> Floats:
-    """The values of the quantile regression of y on x for a quarter, by iteratively reweighted least squares."""
+    """The values of the quantile regression of y on x for a quarter, by iteratively reweighted least squares.
+
+    Losses fall with size and tokens, at most as STEEPEST says, so that in few runs no absurd loss tilts the plane.
+    """
     design = np.column_stack([np.ones(len(y)), x - x.mean(axis=0)])
+    bounds = [-np.inf, STEEPEST, STEEPEST], [np.inf, 0.0, 0.0]
     weight = np.ones(len(y))
     for _ in range(50):
-        root = np.sqrt(weight)
-        fitted = design @ np.linalg.lstsq(design * root[:, None], y * root, rcond=1e-9)[0]
+        q, r = np.linalg.qr(design * np.sqrt(weight)[:, None])
+        fitted = design @ lsq_linear(r, q.T @ (y * np.sqrt(weight)), bounds, method="bvls").x
         off = y - fitted
         weight = np.where(off > 0, 0.25, 0.75) / np.maximum(np.abs(off), 1e-3)
     return fitted

@@ -2,11 +2,11 @@
 
 At equal compute C, log loss over log size is a valley. With x = log C and u = log(N / N_opt(C)):
 
-    log L = f(x) − k·f′(x)·(u²/2 + k·(2α − 1)·u³/6),    log N_opt(C) = β + α·(x − center)
+    log L = f(x) + log(1 − f′(x)·(ψ(b) − ψ(−a))),    ψ(p) = (exp(p·u) − 1)/p,    log N_opt(C) = β + α·(x − center)
 
 f is the loss at the optimum: a polynomial, whose degree (2 to 5) is that of the lowest BIC. The valley is that of a
-falling and a rising power law: with L = E + A/Nᵃ + B/Dᵇ and C ∝ N·D its curvature is (a + b)·|f′|, its skew that of the
-cubic term, and α = b/(a + b). Unlike in the parametric law, f and k are free, and only runs near the optimum count:
+falling and a rising power law with the exponents a = k·(1 − α) and b = k·α, exactly that of L = E + A/Nᵃ + B/Dᵇ if
+C ∝ N·D; its curvature is k·|f′|. Unlike in the parametric law, f and k are free, and only runs near the optimum count:
 their weight falls to zero where N differs from N_opt by a factor of `WINDOW`.
 
 There are no bins, and no lowest run is selected: the sizes tried may change with the compute, and noise does not choose
@@ -84,11 +84,13 @@ def fit_valley(sample: Sample, run_of: Ints, degree: int) -> Valley | None:
     def valley(theta: Floats) -> tuple[Floats, Floats, Floats]:
         """u, the height above the optimum, and the Jacobian of log L."""
         k, level, alpha = theta[count:]
-        u, steep, skew = n - level - alpha * t, -slopes @ theta[:count], k * (2 * alpha - 1)
-        cube = u**3 / 6
-        shape, rise = u**2 / 2 + skew * cube, u + skew * u**2 / 2
-        of_valley = steep * (shape + skew * cube), -k * steep * rise, k * steep * (2 * k * cube - rise * t)
-        return u, k * steep * shape, np.column_stack([linear - k * slopes * shape[:, None], *of_valley])
+        u, steep = n - level - alpha * t, -slopes @ theta[:count]
+        (up, of_b, to_right), (down, of_a, to_left) = power(k * alpha, u), power(k * (alpha - 1), u)
+        shape = up - down
+        whole = np.maximum(1 + steep * shape, 0.1)  # positive where f falls
+        rise, of_k, of_alpha = to_right - to_left, alpha * of_b + (1 - alpha) * of_a, k * (of_b - of_a)
+        of_valley = np.column_stack([of_k, -rise, of_alpha - rise * t]) * (steep / whole)[:, None]
+        return u, np.log(whole), np.column_stack([linear - slopes * (shape / whole)[:, None], of_valley])
 
     def minimise(theta: Floats, root: Floats) -> Floats:
         return least_squares(
@@ -135,6 +137,14 @@ def fit_valley(sample: Sample, run_of: Ints, degree: int) -> Valley | None:
         terms=terms,
         at_optimum=terms @ theta + residual,
     )
+
+
+def power(p: float, u: Floats) -> tuple[Floats, Floats, Floats]:
+    """ψ(p) = (exp(p·u) − 1)/p, a power law of exp(u) that rises from zero at u = 0, and its slopes along p and u."""
+    p = p if abs(p) > 1e-5 else 1e-5
+    grown = np.exp(np.clip(p * u, -50, 50))  # beyond the range that has weights
+    value = (grown - 1) / p
+    return value, (u * grown - value) / p, grown
 
 
 def unfinished(tokens: Floats, run_of: Ints) -> Floats:

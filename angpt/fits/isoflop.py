@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from scipy import stats
 
 from angpt.fits.compute import Sample
 from angpt.fits.interpolate import Curve
 from angpt.fits.powerlaw import Floats, Ints, PowerLaw, curvature_notes, fit_power_law
 from angpt.fits.saturating import Saturating, fit_saturating
 from angpt.present.words import plural
-from angpt.stats import edge
+from angpt.stats import edge, quantile
 
 Method = Literal["parabola", "akima"]
 WIDEST, NARROW = 0.2, 0.02
@@ -116,12 +117,20 @@ def fit_isoflop(sample: Sample, method: Method = "parabola") -> IsoFlop | str:
     if problem := scattered(off, reach, by_slope):
         return problem
     curved = curvature_notes(compute, losses)
+    token_law = fit_power_law(compute, tokens, by_slope)
+    if method == "parabola":
+        skew, skewed = find_skew(levels, size_law.exponent)
+        notes += skewed
+        wider = abs(skew) / quantile(size_law.freedom) if size_law.freedom else 0.0
+        size_law, token_law = (
+            dataclasses.replace(law, level_error=law.level_error + wider) for law in (size_law, token_law)
+        )
     return IsoFlop(
         levels=levels,
         loss=fit_power_law(compute, losses, by_loss),
         saturating=fit_saturating(compute, losses, by_loss),
         parameters=size_law,
-        tokens=fit_power_law(compute, tokens, by_slope),
+        tokens=token_law,
         curved=bool(curved),
         notes=(*notes, *curved),
     )
@@ -153,6 +162,43 @@ def scattered(off: Floats, reach: Floats, weights: Floats) -> str | None:
         f"the minima scatter around their law by {part:.0%} of half the range of sizes tried, so that noise and the "
         "choice of sizes decide; train more sizes or seeds at each compute, or use the frontier or the parametric fit"
     )
+
+
+def find_skew(levels: Sequence[Level], exponent: float) -> tuple[float, list[str]]:
+    """How far parabolas misplace log N_opt, because valleys rise faster on one side, and a note if the losses show it.
+
+    The losses show it if a cubic term, the same at all levels, is significant at the 1 % level. Otherwise it is that of
+    two power laws (frontier.py), whose cubic term over the quadratic one is k·(2α − 1)/3, with the `exponent` α.
+    """
+    good = [(level, v) for level in levels if (v := level.vertex) is not None and v.coefficients is not None]
+    curvature = np.array([2 * v.coefficients[2] for _, v in good if v.coefficients is not None])
+    t, lowest = np.log([(level.compute, v.loss) for level, v in good]).T
+    t -= t.mean()
+    fall = -np.polyval(np.polyder(np.polyfit(t, lowest, min(2, len(t) - 1))), t)
+    cubes, residuals, slopes = [], [], []
+    for level, v in good:
+        n = level.parameters[(level.parameters >= v.support[0]) & (level.parameters <= v.support[1])]
+        x = np.log(n / v.parameters)
+        parabola = np.polyfit(x, x**3, 2)
+        cubes.append(x**3 - np.polyval(parabola, x))
+        residuals.append(np.log(level.losses[np.isin(level.parameters, n)] / level.curve(n)))
+        # A cubic term takes its share of the slope at the vertex from the parabola, and moves the lowest point.
+        slopes.append(parabola[1])
+    expected = float(np.median(curvature / fall)) * (2 * exponent - 1) / 6 * float(np.mean(slopes))
+    z, r = np.concatenate(cubes), np.concatenate(residuals)
+    freedom, square = len(r) - 3 * len(cubes) - 1, float(z @ z)
+    if freedom < 1 or square < 1e-9:
+        return expected, []
+    cubic = float(z @ r) / square
+    error = math.sqrt(float(np.sum((r - cubic * z) ** 2)) / freedom / square)
+    shift = cubic * float(np.mean(slopes / curvature))
+    if abs(shift) < 0.01 or 2 * float(stats.t.sf(abs(cubic) / max(error, 1e-12), freedom)) > 0.01:
+        return expected, []
+    way = "low" if shift > 0 else "high"
+    return shift, [
+        f"the valleys are skewed: N_opt of the parabolas is about {math.expm1(abs(shift)):.0%} too {way}, by which its "
+        "interval is widened; the frontier regression includes the skew"
+    ]
 
 
 def find_levels(compute: Floats, parameters: Floats) -> list[Ints]:

@@ -179,9 +179,10 @@ def fit_architecture(table: RunTable, architecture: str, options: Options) -> Ar
     cells = [cell for cell in table.cells if cell.record.architecture == architecture]
     sizes = {cell.record.parameters for cell in cells}
     if len(sizes) == 1:
+        instead = "leave it out with --architectures" if len(table.architectures()) > 1 else "see `angpt compare`"
         raise UserError(
             f"{label(architecture)}: all runs have {quantity(sizes.pop())} parameters; a scaling law needs several "
-            "model sizes (`angpt compare` compares budgets at one size)"
+            f"model sizes ({instead})"
         )
     sample, notes = make_sample(cells, options.counting)
     if options.curves:

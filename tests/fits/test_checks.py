@@ -52,6 +52,14 @@ def test_units_that_cannot_be_right(tmp_path, records, message):
     assert "x.csv:" in str(error.value)
 
 
+def test_one_wrong_unit_is_not_called_mixed(tmp_path):
+    """Models of more than ten billion parameters are more than 10,000 millions, which could be a count."""
+    records = [Record("", "m", n / 1e6, 20 * n / 1e9, 2.0) for n in np.geomspace(1e8, 7e10, 8)]
+    with pytest.raises(UserError, match="parameters = 100 cannot be the count") as error:
+        read_table([write_csv(tmp_path / "x.csv", records)])
+    assert "mixed" not in str(error.value)
+
+
 def test_rates_times_100(tmp_path):
     table = read_table([write_csv(tmp_path / "x.csv", change(SWEEP, lr=100.0))])
     assert sum("are unusually high; are they in per cent, or times 100?" in note for note in table.notes) == 1
@@ -80,6 +88,19 @@ def test_absurd_losses_count_as_diverged(places):
     assert len(notes) == 1
     first = PAPER[min(places)].source
     assert f"with a loss far above those of similar runs count as diverged: {first} (10.8, others " in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ratios"),
+    [([1e8], [20, 40, 80]), ([1e8, 3e8], [20, 40]), ([1e8, 3e8, 1e9], [20]), ([3e7, 1e8], [5, 20, 60])],
+)
+def test_an_absurd_loss_among_few_runs(sizes, ratios):
+    """It is the one that counts as diverged, wherever it is; a plane fits three runs exactly."""
+    runs = [(n, n * ratio) for n in sizes for ratio in ratios]
+    records = [Record(str(i), "m", n, d, float(LAW.loss(n, d))) for i, (n, d) in enumerate(runs)]
+    for place in range(len(records)):
+        changed, _ = mark_diverged(spoil(records, {place}))
+        assert [i for i, r in enumerate(changed) if r.status == "diverged"] == [place]
 
 
 def test_a_fit_is_that_without_the_absurd_losses(tmp_path):

@@ -188,7 +188,7 @@ def many_records():
     for i, (name, law) in enumerate((("gpt+", Law()), ("angpt", Law(A=380, B=380)))):
         for seed in range(2):
             made = isoflop_records(
-                law, np.geomspace(1e7, 5e9, 50), np.geomspace(1e18, 1e22, 50), 0.003, 2 * i + seed, name
+                law, np.geomspace(2e7, 5e9, 50), np.geomspace(1e18, 1e21, 50), 0.003, 2 * i + seed, name
             )
             records += [dataclasses.replace(r, seed=str(seed)) for r in made]
     return records

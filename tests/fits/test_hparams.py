@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import tomllib
 from pathlib import Path
@@ -8,13 +9,14 @@ import pytest
 from scipy import stats
 from scipy.interpolate import Akima1DInterpolator
 
+from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.fits.hparams import fit_hparams, fit_sweep
 from angpt.fits.plane import fit_plane
 from angpt.fits.records import Record, average
 from angpt.fits.rules import RULES, write_rules
 from angpt.serialization import from_dict
-from angpt.training.plan import Rule
+from angpt.training.plan import Rule, make_plan
 from tests.fits.synthetic import Valley, sweep_records
 from tests.intervals import check_intervals
 
@@ -321,6 +323,20 @@ def test_laws_of_tokens_become_rules(tmp_path):
     assert rules(path)["angpt"].lr_tokens_exponent == 0
     write_rules(path, fit(sweep_records(VALLEY, SIZES, name="gpt+")).trends, "angpt fit hparams z")
     assert "by: angpt fit hparams y\n" in path.read_text()
+
+
+def test_a_written_law_of_tokens_is_what_a_run_trains_with(tmp_path, monkeypatch):
+    """For every recipe that has a rule; the plan of a run reads the file."""
+    path, recipes, sizes = tmp_path / "rules.toml", rules(RULES), [16e6, *SIZES[:3]]
+    records = [r for name in recipes for r in sweep_records(OF_TOKENS, sizes, name=name, multiples=BUDGETS)]
+    write_rules(path, fit(records).trends, "angpt fit hparams x")
+    monkeypatch.setattr("angpt.training.plan.read_rules", lambda: rules(path))
+    for recipe, tokens in itertools.product(recipes, ("2x", "20x", "3B")):
+        cfg = TrainConfig(model=ModelConfig.size("32M"), tokens=tokens).with_recipe(recipe)
+        plan = make_plan(cfg)
+        batch, lr = OF_TOKENS.best(plan.parameters, int(plan.config.tokens))
+        assert plan.peak_lr == pytest.approx(lr, rel=0.04)
+        assert abs(math.log2(plan.batch_tokens / batch)) <= 0.55
 
 
 def rules(path):

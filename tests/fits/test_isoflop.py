@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from angpt.fits.compute import Sample
 from angpt.fits.isoflop import IsoFlop, find_levels, fit_isoflop
-from tests.fits.synthetic import FREE, LAW, Law, grid
+from tests.fits.synthetic import FREE, LAW, REFIT, Law, grid
 from tests.intervals import check_intervals
 
 SIZES, COMPUTES = np.geomspace(2e7, 4e9, 10), np.geomspace(3e18, 1e21, 8)
@@ -68,6 +69,38 @@ def test_akima_follows_a_valley_that_is_not_a_parabola():
     levels = [level.compute for level in fit_isoflop(sample).levels if level.vertex]
     off = {m: np.abs(found - np.log(0.4 * np.array(levels) ** 0.5)).mean() for m, found in errors.items()}
     assert off["akima"] < 0.5 * off["parabola"]
+
+
+@pytest.mark.parametrize(("law", "side"), [(Law(0, 3000, 60, 0.5, 0.2), 1), (Law(0, 60, 3000, 0.2, 0.5), -1)])
+def test_skewed_valleys_are_noticed(law, side):
+    """The parabola misplaces the optimum, by as much as the note says."""
+    sizes = np.geomspace(3e6, 4e9, 16) if side > 0 else np.geomspace(1e9, 1e12, 16)
+    for seed in range(10):
+        found = fit_isoflop(grid(law, sizes, COMPUTES, 0.0005, seed))
+        note = next(note for note in found.notes if "the valleys are skewed" in note)
+        off = [v.vertex.parameters / sizes_at_optimum(law, v.compute) - 1 for v in found.levels if v.vertex]
+        percent = int(re.search(r"about (\d+)% too (high|low)", note)[1])
+        assert percent == pytest.approx(100 * abs(np.mean(off)), abs=2)
+        assert ("too high" in note) == (np.mean(off) > 0) == (side > 0)
+    other = [fit_isoflop(grid(REFIT, SIZES, COMPUTES, 0.003, seed)).notes for seed in range(40)]
+    assert sum("skewed" in note for notes in other for note in notes) <= 3
+    assert not any("skewed" in note for note in fit_isoflop(grid(law, sizes, COMPUTES), "akima").notes)
+
+
+@pytest.mark.parametrize("law", [LAW, FREE], ids=["E", "free"])
+@pytest.mark.parametrize("noise", [0.0005, 0.002])
+def test_intervals_include_the_skew(law, noise):
+    """Parabolas misplace N_opt by 1.3 %, more than it varies; the interval is wider by no more than that."""
+    n = sizes_at_optimum(law, 1e20)
+    found = [fit_isoflop(grid(law, SIZES, COMPUTES, noise, seed)).parameters.at(1e20) for seed in range(100)]
+    assert sum(e.covers(n) for e in found) >= 90
+    value, width = np.array([(e.mean, e.high - e.low) for e in found]).T
+    assert np.median(width) <= 2 * (2 * 1.96 * value.std() + 2 * abs(value.mean() - n))
+
+
+def sizes_at_optimum(law, compute):
+    n = np.geomspace(1e5, 1e13, 200_001)
+    return n[np.argmin(law.loss(n, compute / (6 * n)))]
 
 
 def test_akima_is_scipys():

@@ -189,6 +189,11 @@ def test_samples_of_two_architectures_are_independent():
 def test_one_size_gives_no_law():
     with pytest.raises(UserError, match="all runs have 20M parameters; a scaling law needs several model sizes"):
         fit_scaling(average(isoflop_records(Law(), [2e7], COMPUTES)), options())
+    others = isoflop_records(Law(), [2e7], COMPUTES, name="gpt+") + isoflop_records(Law(), SIZES, COMPUTES)
+    with pytest.raises(
+        UserError, match=r"GPT\+: all runs have 20M parameters; .* \(leave it out with --architectures\)"
+    ):
+        fit_scaling(average(others), options())
 
 
 def test_two_sizes_say_what_is_missing():

@@ -8,7 +8,7 @@ from angpt.config import TrainConfig, parse_budget, preset
 from angpt.errors import UserError
 from angpt.models.variants import ARCHITECTURES
 from angpt.serialization import read_toml, to_toml
-from angpt.training.plan import Rule, make_plan, rule_for
+from angpt.training.plan import Rule, make_plan, read_rules, rule_for
 from tests.training.conftest import small
 
 
@@ -71,6 +71,22 @@ def test_rules_are_power_laws_anchored_at_32m():
     assert over_tokens.batch_at(32_000_000, 4 * tokens, 2048) == 2**18
     assert over_tokens.lr_at(32_000_000, 10_000 * tokens) == 8e-5  # not clamped to what was measured
     assert rule_for("angpt/no-lerp") == rule_for("angpt")
+
+
+@pytest.mark.parametrize("recipe", read_rules())
+def test_any_rule_can_have_a_term_for_tokens(recipe, monkeypatch):
+    """Of any architecture and optimizer, and of variants: four times the tokens, half the rates, twice the batch."""
+    rule = replace(read_rules()[recipe], lr_tokens_exponent=-0.5, batch_tokens_exponent=0.5)
+    monkeypatch.setattr("angpt.training.plan.read_rules", lambda: {recipe: rule})
+    architecture, colon, optimizer = recipe.partition(":")
+    for name in (name for name in ARCHITECTURES if name.partition("/")[0] == architecture):
+        cfg = small("x", batch_tokens=None, micro_batch=None, optimizer__lr=None).with_recipe(name + colon + optimizer)
+        few, many = (make_plan(replace(cfg, tokens=tokens)) for tokens in ("20M", "80M"))
+        assert many.peak_lr == pytest.approx(few.peak_lr / 2, rel=0.1)  # both rounded to two digits
+        assert many.batch_tokens == 2 * few.batch_tokens
+        if optimizer:
+            assert many.config.optimizer.adam_lr == pytest.approx(few.config.optimizer.adam_lr / 2, rel=0.1)
+        assert few.peak_lr == pytest.approx(rule.lr_at(few.parameters, 10**8) * math.sqrt(5), rel=0.1)
 
 
 def test_a_written_plan_gives_the_same_plan_again(tmp_path):
