@@ -270,3 +270,20 @@ def test_several_ranks_need_a_batch_that_they_can_share(data):
         make_plan(config, 5)
     with pytest.raises(UserError, match="needs parallel = 'fsdp'"):
         small(data, shard_ranks=2)
+
+
+def fail_at_the_end():
+    """What a rank says if rank 0 fails after all have computed, such as on a full disk."""
+    strategy = choose_strategy(torch.device("cpu"), "ddp", None, 20.0)
+    try:
+        with strategy:
+            if strategy.main:
+                raise OSError(28, "No space left on device")
+    except (OSError, UserError) as error:
+        return str(error)
+
+
+def test_ranks_that_wait_for_one_that_failed_say_so():
+    first, second = spread(fail_at_the_end, 2)
+    assert "No space left" in first
+    assert "rank 1 of 2: lost another rank" in second
