@@ -39,6 +39,8 @@ def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> 
     """Continue a run, with other `config.RESUME_SETTINGS` if a configuration is given; an ended run stays as it is."""
     run = Run.open(out)
     config = config or run.config()
+    if config == run.config() and (summary := run.summary()) is not None and summary.status != "interrupted":
+        return summary  # its data may be gone
     with launched(config) as (plan, data, strategy):
         return proceed(config, plan, data, run, reporter, strategy)
 

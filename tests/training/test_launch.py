@@ -27,6 +27,12 @@ def test_a_finished_run_is_not_extended(data, tmp_path, capsys):
     assert parameters(Run.open(tmp_path / "run")) == before
 
 
+def test_a_finished_run_says_so_without_its_data(data, tmp_path, capsys):
+    start(small(shutil.copytree(data, tmp_path / "data")), tmp_path / "run", Quiet())
+    shutil.rmtree(tmp_path / "data")
+    assert angpt(capsys, "train", "--resume", tmp_path / "run")[0] == 0
+
+
 def test_a_config_file_repeats_a_run(data, tmp_path, capsys):
     start(small(data), tmp_path / "one", Quiet())
     assert angpt(capsys, "train", "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")[0] == 0
