@@ -179,8 +179,9 @@ def find_skew(levels: Sequence[Level], exponent: float) -> tuple[float, list[str
     for level, v in good:
         n = level.parameters[(level.parameters >= v.support[0]) & (level.parameters <= v.support[1])]
         x = np.log(n / v.parameters)
-        parabola = np.polyfit(x, x**3, 2)
-        cubes.append(x**3 - np.polyval(parabola, x))
+        powers = np.vander(x, 3)
+        parabola = np.linalg.lstsq(powers, x**3, rcond=None)[0]  # also for sizes that are almost equal
+        cubes.append(x**3 - powers @ parabola)
         residuals.append(np.log(level.losses[np.isin(level.parameters, n)] / level.curve(n)))
         # A cubic term takes its share of the slope at the vertex from the parabola, and moves the lowest point.
         slopes.append(parabola[1])
