@@ -97,6 +97,44 @@ def test_what_transformers_offers_works(used: dict[str, Any], name: str) -> None
     assert found["defaults"] == [0.8, 50]
 
 
+@pytest.mark.parametrize("name", MAIN)
+def test_layers_are_called_so_that_hooks_and_checkpointing_work(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]
+    assert found["hooks"]
+    assert found["checkpointing"]["calls"] == [1, 2]  # computed again in the backward pass
+    assert found["checkpointing"]["error"] < 1e-6
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_eager_attention_returns_its_matrices(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["attentions"]
+    assert found["shapes"] == [[2, 2, 24, 24]] * 2
+    assert found["row_error"] < 1e-5
+    assert found["future"] == 0
+    assert "attn_implementation='eager'" in found["without_eager"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MAIN)
+def test_accelerate_places_and_offloads_an_export(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["accelerate"]
+    if found is None:
+        pytest.skip("accelerate is not installed")
+    for logits in found.values():
+        assert relative_error(logits, byte_model(name)(TOKENS).double()) < 1e-5
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_peft_trains_adapters_of_every_linear_map(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["peft"]
+    if found is None:
+        pytest.skip("peft is not installed")
+    assert found["adapters"] == 8  # four maps in each of two blocks
+    assert found["without_gradient"] == []
+    assert found["losses"][1] < found["losses"][0]
+    assert found["merge_error"] < 1e-5
+
+
 def test_more_beams_find_likelier_text_for_some_model(used: dict[str, Any]) -> None:
     assert any(used[name]["beam_scores"][1] > used[name]["beam_scores"][0] for name in MAIN)
 
