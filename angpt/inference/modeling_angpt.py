@@ -68,7 +68,7 @@ def norm(x: Tensor) -> Tensor:
     return x * inverse_root(x.square().sum(-1, keepdim=True))
 
 
-def call(layer: nn.Module, x: Tensor) -> Tensor:
+def call(layer: nn.Linear, x: Tensor) -> Tensor:
     """A linear layer of x, in the dtype of its weight. Quantized weights say nothing about the dtype of x."""
     dtype = layer.weight.dtype
     return layer(x.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else x)

@@ -1,6 +1,8 @@
 import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from angpt.data.tokenizers import load_tokenizer
@@ -187,10 +189,34 @@ def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
     assert imported == {"math", "typing", "torch", "transformers"}
 
 
-def test_the_card_tells_the_numbers_of_the_run(root: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_import_warns_of_weights_that_were_trained_without_their_bound(
+    root: Path, tmp_path: Path, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(root / "hf" / "angpt", tuned)
+    tensors = {name: t.to(dtype) for name, t in load_file(tuned / "model.safetensors").items()}
+    save_file(tensors, tuned / "model.safetensors")
+    hf.import_run(open_source(tuned), tmp_path / "rounded")
+    assert not recwarn.list
+    tensors["blocks.1.W_uz.weight"][3] *= 1.11
+    save_file(tensors, tuned / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"by up to 0\.11; train with angpt\.integrations\.transformers\.Constrain"):
+        hf.import_run(open_source(tuned), tmp_path / "back")
+    back = open_source(tmp_path / "back").tensors()
+    assert all(torch.equal(back[name], t.float()) for name, t in tensors.items())
+
+
+def test_the_card_tells_what_is_known_of_the_run(root: Path) -> None:
     card = (root / "hf" / "angpt" / "README.md").read_text()
     for text in ("7 steps (896 tokens)", "2.5000", open_source(root / "runs" / "angpt").sha256(), "trust_remote_code"):
         assert text in card
+    headings = re.findall("^## (.*)$", card, flags=re.MULTILINE)
+    assert headings == ["Fine-tuning", "Data", "Evaluation", "Limitations", "Licence", "Citation"]
+    assert str(root / "runs" / "angpt-data") in card
+    assert "896 tokens, 0.0213 per parameter" in card
+    assert "ConstrainCallback" in card
+    assert "ConstrainCallback" not in (root / "hf" / "gpt+" / "README.md").read_text()  # nothing to constrain
 
 
 def test_a_model_without_tokenizer_is_exported_without(tmp_path: Path, run: Run) -> None:
@@ -231,8 +257,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, run: Run, monkeypatch: pytes
 
 
 def test_a_truncated_export_is_explained(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(root / "hf" / "angpt", broken)
     weights = broken / "model.safetensors"
