@@ -204,7 +204,8 @@ def _rebuild(
 def _find(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Constraint | None]]:
     """The constraint of each parameter; None for one of at least two dimensions that is left out."""
     if callable(inspect.getattr_static(module, "constraints", None)):  # wrappers pass on attributes, not names
-        yield from ((prefix + name, constraint) for name, constraint in module.constraints().items())  # type: ignore[operator]
+        for name, found in module.constraints().items():  # type: ignore[operator]
+            yield prefix + name, found if isinstance(found, Constraint) else Constraint(*found)
         return
     for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
         if isinstance(p, nn.UninitializedParameter):

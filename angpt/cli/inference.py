@@ -134,15 +134,20 @@ def generate_command(
 def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:
     """Export a trained model for Hugging Face transformers, which loads it with trust_remote_code=True.
 
+    The model card has the results of `angpt eval` for these weights.
+
     Args:
         model: A run folder, or an export that was trained further.
         out: New folder; the name of the model with -hf unless given.
     """
+    from angpt.evaluation.results import lines, read_results, with_error
     from angpt.inference.hf import export
     from angpt.inference.source import open_source
 
-    folder = out or model.with_name(f"{model.name}-hf")
-    export(open_source(model), folder)
+    folder, source = out or model.with_name(f"{model.name}-hf"), open_source(model)
+    results = read_results(model)
+    found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
+    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found])
     terminal().print(f"{folder}: exported")
 
 

@@ -6,6 +6,7 @@ computes all architectures from them. Writing it does not need transformers.
 
 import json
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,17 @@ import torch
 from tokenizers import Tokenizer
 
 from angpt.config import TrainConfig
-from angpt.constraints import is_matrix
+from angpt.constraints import is_matrix, largest_violation
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import end_token, vocab_size
 from angpt.errors import UserError
+from angpt.inference.card import Evaluation, model_card
 from angpt.inference.fold import fold
 from angpt.inference.sampling import Sampling
 from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
-from angpt.present.words import without_html
 from angpt.serialization import read_toml, to_toml
 from angpt.system import new_folder, write_atomically
 from angpt.training import checkpoint
@@ -36,9 +37,11 @@ RUN_CONFIG = "run.toml"
 """The configuration of the run, which transformers ignores."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """The special tokens of transformers; all are the end-of-text token here."""
+LARGEST_ROUNDING = 2**-8
+"""Most by which rounding to bf16 can lengthen a vector, relative to its length."""
 
 
-def export(source: Source, folder: Path) -> None:
+def export(source: Source, folder: Path, evaluation: Evaluation = ()) -> None:
     """Write a trained model as a folder that transformers loads with `trust_remote_code=True`."""
     model = source.decoder()
     fold(model)  # checks that the design describes the model
@@ -57,7 +60,7 @@ def export(source: Source, folder: Path) -> None:
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
             write_atomically(part / RUN_CONFIG, to_toml(run_config))
-        write_atomically(part / "README.md", model_card(source, model, run_config))
+        write_atomically(part / "README.md", model_card(source, model, run_config, evaluation))
 
 
 def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
@@ -95,6 +98,7 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         **dict.fromkeys(TOKEN_IDS, end),
         "graph": asdict(model.design()),
         "scales": {name: gain for name, gain in scales.items() if gain is not None},
+        "constraints": {name.split(".")[-2]: [c.kind, c.dim] for name, c in model.constraints().items()},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),
@@ -130,70 +134,24 @@ def run_configuration(source: Source) -> TrainConfig | None:
     return read_toml(TrainConfig, path) if path.exists() else None
 
 
-def model_card(source: Source, model: Decoder, config: TrainConfig | None) -> str:
-    """The README.md of an export: the model, its training, its use."""
-    cfg, training = source.cfg, source.training
-    summary = Run.open(source.path).summary() if source.kind == "run" else None
-    rows = [
-        ("architecture", cfg.architecture),
-        ("parameters", f"{model.parameter_count():,}"),
-        ("width, layers, heads, MLP", f"{cfg.d_model}, {cfg.n_layers}, {cfg.n_heads}, {cfg.d_mlp}"),
-        ("context", f"{cfg.context:,}"),
-        ("vocabulary", f"{cfg.vocab_size:,}"),
-    ]
-    if training.step is not None:
-        tokens = "" if training.tokens is None else f" ({training.tokens:,} tokens)"
-        rows.append(("trained for", f"{training.step:,} steps{tokens}"))
-    if training.val_loss is not None:
-        rows.append(("validation loss", f"{training.val_loss:.4f}"))
-    if config is not None:
-        rows += [("data", config.data.path), ("seed", str(config.seed))]
-        rows += [("peak learning rate", f"{config.optimizer.lr:g}")] if config.optimizer.lr else []
-    if summary is not None:
-        rows += [("status", summary.status), ("training time", f"{summary.seconds:,.0f} s")]
-        rows += [(key, value) for key, value in summary.environment.items() if key in ("cpu", "gpu", "torch", "commit")]
-    rows.append(("SHA-256 of the weights", f"`{source.sha256()}`"))
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return without_html(CARD.format(name=source.path.resolve().name, version=__version__, table=table))
-
-
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [angpt]
----
-
-# {name}
-
-A language model trained and exported with angpt {version}, based on the paper
-"Learning in Compact Spaces with Approximately Normalized Transformer", Franke et al., 2025.
-
-| | |
-|---|---|
-{table}
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
-```
-
-`modeling_angpt.py` is the whole model. `angpt import hf` turns the folder into a run again.
-"""
-
-
 def import_run(source: Source, folder: Path) -> None:
-    """Write a run folder with the weights of an export, byte for byte, and without optimizer state."""
+    """Write a run folder with the weights of an export, byte for byte, and without optimizer state.
+
+    Warns of weights that violate the constraints of their architecture, as those that were trained without them.
+    """
     if source.kind != "export":
         raise UserError(f"{source.path}: is not an export but a {source.kind}")
     model = source.decoder()
     config = run_configuration(source) or TrainConfig(model=source.cfg)
     if config.model != source.cfg:
         raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} describe different models")
+    if (violation := largest_violation(model)) > LARGEST_ROUNDING:
+        warnings.warn(
+            f"{source.path}: weight vectors miss the length that {source.cfg.architecture} keeps them at by up to "
+            f"{violation:.3g}; train with angpt.integrations.transformers.ConstrainCallback, and call "
+            "angpt.apply_constraints(model) for what is trained already; imported as they are",
+            stacklevel=2,
+        )
     training = source.training
     state = checkpoint.State(
         step=training.step or 0,

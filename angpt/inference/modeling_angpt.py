@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
@@ -38,6 +39,7 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         rotary_base: float = 10_000.0,
         graph: dict[str, Any] | None = None,
         scales: dict[str, float] | None = None,
+        constraints: dict[str, tuple[str, int]] | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -46,7 +48,8 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         self.num_hidden_layers, self.head_dim = num_hidden_layers, hidden_size // num_attention_heads
         self.num_attention_heads = self.num_key_value_heads = num_attention_heads
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
-        self.graph, self.scales, self.use_cache = graph or {}, scales or {}, use_cache
+        self.graph, self.scales, self.constraints = graph or {}, scales or {}, constraints or {}
+        self.use_cache = use_cache
         super().__init__(**({"tie_word_embeddings": False} | kwargs))
 
 
@@ -65,8 +68,10 @@ def norm(x: Tensor) -> Tensor:
     return x * inverse_root(x.square().sum(-1, keepdim=True))
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    return F.linear(x.to(layer.weight.dtype), layer.weight)
+def call(layer: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer of x, in the dtype of its weight. Quantized weights say nothing about the dtype of x."""
+    dtype = layer.weight.dtype
+    return layer(x.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else x)
 
 
 class Scale(nn.Module):
@@ -97,7 +102,7 @@ class InputNorm(nn.Module):
         return h * inverse_root(h.square().mean(-1, keepdim=True)) * (self.gamma * self.factor)
 
 
-class AnGPTBlock(nn.Module):
+class AnGPTBlock(GradientCheckpointingLayer):  # type: ignore[misc]
     def __init__(self, config: AnGPTConfig, layer_idx: int) -> None:
         super().__init__()
         d, d_mlp, graph, scales = config.hidden_size, config.intermediate_size, config.graph, config.scales
@@ -119,14 +124,20 @@ class AnGPTBlock(nn.Module):
             self.alpha_a = Scale(d, scales["alpha"])
             self.alpha_m = Scale(d, scales["alpha"])
 
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self, h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past_key_values: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream after this layer, and the attention matrix, which only eager attention has."""
         before = self.graph["input"] != "none"
-        h = self.update(h, self.attention(self.norm_a(h) if before else h, cos, sin, mask, cache, **kwargs), "alpha_a")
-        return self.update(h, self.mlp(self.norm_m(h) if before else h), "alpha_m")
+        x, weights = self.attention(self.norm_a(h) if before else h, cos, sin, mask, past_key_values, **kwargs)
+        h = self.update(h, x, "alpha_a")
+        return self.update(h, self.mlp(self.norm_m(h) if before else h), "alpha_m"), weights
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any, **kwargs: Any) -> Tensor:
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         d_head = self.config.head_dim
-        q, k, v = linear(x, self.W_qkv).view(*x.shape[:2], 3, -1, d_head).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = call(self.W_qkv, x).view(*x.shape[:2], 3, -1, d_head).permute(2, 0, 3, 1, 4).unbind(0)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if self.graph["qk"] == "g":
             q, k = norm(q) * self.g(), norm(k)
@@ -139,17 +150,17 @@ class AnGPTBlock(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend_eagerly)
-        out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs)
-        return linear(out.reshape(*x.shape[:2], -1), self.W_p) * self.graph["nu_p"]
+        out, weights = attend(self, q, k, v, mask, dropout=0.0, scaling=1.0, **kwargs)
+        return call(self.W_p, out.reshape(*x.shape[:2], -1)) * self.graph["nu_p"], weights
 
     def mlp(self, x: Tensor) -> Tensor:
-        uz = linear(x, self.W_uz) * self.graph["nu_uz"]
+        uz = call(self.W_uz, x) * self.graph["nu_uz"]
         if self.graph["s_uz"]:
             uz = uz * self.s_uz()
         u, z = uz.chunk(2, dim=-1)
         if self.graph["s_uz"]:
             z = z * math.sqrt(self.config.hidden_size)
-        return linear(u * F.silu(z), self.W_d) * self.graph["nu_d"]
+        return call(self.W_d, u * F.silu(z)) * self.graph["nu_d"]
 
     def update(self, h: Tensor, x: Tensor, alpha_name: str) -> Tensor:
         graph = self.graph
@@ -186,6 +197,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     base_model_prefix = ""
     _input_embed_layer = "W_e"
     _no_split_modules: ClassVar = ["AnGPTBlock"]
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
@@ -227,13 +239,14 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         h = wide(self.W_e(input_ids) if inputs_embeds is None else inputs_embeds)
         if self.config.graph["embed_scale"]:
-            h = h * self.embed_scale()
+            h = h * self.embed_scale().to(h.device)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
@@ -248,24 +261,46 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             position_ids=position_ids,
         )
         cos, sin = self.angles(position_ids, h.dtype)
-        states = [h]
-        for block in self.blocks:
-            states.append(h := block(h, cos, sin, mask, past_key_values, **kwargs))
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        hidden = tuple(states) if output_hidden_states else None
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError("output_attentions needs attn_implementation='eager'")
+        hidden: tuple[Tensor, ...] = (h,)
+        attentions: tuple[Tensor, ...] = ()
+        for block in self.blocks:
+            h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
+            hidden += (h,) if output_hidden_states else ()
+            attentions += (weights,) if output_attentions else ()
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(h[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values, hidden_states=hidden)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=past_key_values,
+            hidden_states=hidden if output_hidden_states else None,
+            attentions=attentions if output_attentions else None,
+        )
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
-        h = h * self.s_h() if self.config.graph["s_h"] else h
-        logits = wide(linear(h, self.W_h))
-        return logits * self.s_z() if self.config.graph["s_z"] else logits
+        h = h * self.s_h().to(h.device) if self.config.graph["s_h"] else h
+        logits = wide(call(self.W_h, h))
+        return logits * self.s_z().to(logits.device) if self.config.graph["s_z"] else logits
+
+    def constraints(self) -> dict[str, tuple[str, int]]:
+        """Kind of constraint and dimension of each constrained matrix, by name; `angpt.constrain` reads it."""
+        found = {}
+        for name, _ in self.named_parameters():
+            layer = name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")[2]  # base_layer: of LoRA
+            if layer in self.config.constraints:
+                kind, dim = self.config.constraints[layer]
+                found[name] = (kind, dim)
+        return found
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary angles, (B, 1, T, r/2), recomputed: from_pretrained drops buffers."""

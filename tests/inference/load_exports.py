@@ -3,6 +3,7 @@
 python load_exports.py FOLDER OUT: FOLDER has an export per architecture and tokens.json, OUT becomes a JSON file.
 """
 
+import importlib.util
 import json
 import sys
 from importlib.abc import MetaPathFinder
@@ -67,6 +68,108 @@ def use(folder, tokens, thorough):
     }
 
 
+def called_linear_maps(model, tokens):
+    """Whether the forward hook of every linear map and embedding fires, once for each."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, torch.nn.Embedding))}
+    calls = []
+    handles = [m.register_forward_hook(lambda *_, n=n: calls.append(n)) for n, m in layers.items()]
+    model(tokens)
+    for handle in handles:
+        handle.remove()
+    return sorted(calls) == sorted(layers)
+
+
+def gradients(model, tokens, checkpointing):
+    """Gradients of a training step, and how often each block computes its first map."""
+    model.train()
+    model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
+    calls = []
+    handle = model.blocks[0].W_qkv.register_forward_hook(lambda *_: calls.append(1))
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    handle.remove()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}, len(calls)
+
+
+def with_checkpointing(folder, tokens):
+    model = load(folder)
+    plain, once = gradients(model, tokens, checkpointing=False)
+    recomputed, twice = gradients(model, tokens, checkpointing=True)
+    return {"calls": [once, twice], "error": max(float((plain[n] - recomputed[n]).abs().max()) for n in plain)}
+
+
+@torch.no_grad()
+def attentions(folder, tokens):
+    """What is wrong with the attention matrices, and the error without eager attention."""
+    found = load(folder, attn_implementation="eager")(tokens, output_attentions=True).attentions
+    upper = torch.ones(tokens.shape[1], tokens.shape[1]).triu(1).bool()
+    try:
+        load(folder)(tokens, output_attentions=True)
+        error = ""
+    except ValueError as raised:
+        error = str(raised)
+    return {
+        "shapes": [list(a.shape) for a in found],
+        "row_error": max(float((a.sum(-1) - 1).abs().max()) for a in found),
+        "future": max(float(a[..., upper].abs().max()) for a in found),
+        "without_eager": error,
+    }
+
+
+@torch.no_grad()
+def offloaded(folder, tokens, scratch):
+    """Logits of a model whose weights accelerate reads from disk as they are needed, and with device maps."""
+    from accelerate import disk_offload
+
+    model = load(folder)
+    parts = [f"blocks.{i}" for i in range(len(model.blocks))] + [n for n, _ in model.named_children() if n != "blocks"]
+    mixed = {name: "disk" if name.endswith(("1", "W_h", "s_z")) else "cpu" for name in parts}
+    disk_offload(model, str(scratch / "offload"))
+    return {
+        "disk_offload": model(tokens).logits.tolist(),
+        "auto": load(folder, device_map="auto")(tokens).logits.tolist(),
+        "mixed": load(folder, device_map=mixed, offload_folder=str(scratch / "mixed"))(tokens).logits.tolist(),
+    }
+
+
+def with_lora(folder, tokens):
+    """A step of LoRA: adapters without a gradient, and how far the merged model is from the one with adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(load(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    before = float(model(tokens, labels=tokens).loss)
+    model(tokens, labels=tokens).loss.backward()
+    adapters = {n: p.grad for n, p in model.named_parameters() if "lora_B" in n}
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        tuned = model(tokens, labels=tokens)
+        merged = model.merge_and_unload()(tokens).logits
+    return {
+        "adapters": len(adapters),
+        "without_gradient": [n for n, g in adapters.items() if g is None or not g.any()],
+        "losses": [before, float(tuned.loss)],
+        "merge_error": float((merged - tuned.logits).abs().max()),
+    }
+
+
+def use_with_tools(folder, tokens, scratch):
+    """What hooks, gradient checkpointing, attention matrices, accelerate and peft make of an export."""
+    found = {
+        "hooks": called_linear_maps(load(folder), tokens),
+        "checkpointing": with_checkpointing(folder, tokens),
+        "attentions": attentions(folder, tokens),
+    }
+    for tool, check in {
+        "accelerate": lambda: offloaded(folder, tokens, scratch),
+        "peft": lambda: with_lora(folder, tokens),
+    }.items():
+        found[tool] = check() if importlib.util.find_spec(tool) else None
+    return found
+
+
 def beam_scores(model, prompt):
     """Log-probability of what beam search and what greedy search found: more beams find no less likely text."""
     options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 256, "eos_token_id": None}
@@ -82,4 +185,9 @@ if __name__ == "__main__":
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     tokens = torch.tensor(json.loads((root / "tokens.json").read_text()))
     folders = sorted(p for p in root.iterdir() if p.is_dir())
-    out.write_text(json.dumps({p.name: use(p, tokens, p.name in ("gpt+", "ngpt", "angpt")) for p in folders}))
+    main = ("gpt+", "ngpt", "angpt")
+    found = {p.name: use(p, tokens, p.name in main) for p in folders}
+    for folder in folders:
+        if folder.name in main:
+            found[folder.name]["tools"] = use_with_tools(folder, tokens, root / "scratch" / folder.name)
+    out.write_text(json.dumps(found))

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from angpt.evaluation.results import Evaluated, LossResult, Results, write_results
 from angpt.inference.source import open_source
 from angpt.training.run import Run
 from tests.command import call
@@ -40,6 +41,20 @@ def test_fold_export_and_import_write_the_same_text(
         assert call(capsys, "generate", tmp_path / out, "x", "--temperature", 0)[1] == expected
     assert call(capsys, "import", "hf", tmp_path / "run-hf", "--out", tmp_path / "back")[0] == 0
     assert call(capsys, "generate", tmp_path / "back", "x", "--temperature", 0)[1] == expected
+
+
+def test_a_card_has_the_evaluation_of_the_exported_weights_alone(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def card(weights: str, out: str) -> str:
+        model = Evaluated("run", "run", weights, 64, 260, None)
+        loss = LossResult("data/mine", "val", "", None, 3, 192, 1.2345, 0.0102, 3.437, None, "fp32", "cpu", 1.0)
+        write_results(run.path, Results(model, (loss,)))
+        assert call(capsys, "export", "hf", run.path, "--out", tmp_path / out)[0] == 0
+        return (tmp_path / out / "README.md").read_text()
+
+    assert "| data/mine val | loss | 192 | 1.2345 ± 0.0102 |" in card(open_source(run.path).sha256(), "same")
+    assert "data/mine" not in card("of other weights", "other")
 
 
 def test_fold_shows_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:

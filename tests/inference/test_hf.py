@@ -1,6 +1,8 @@
 import ast
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from angpt.data.tokenizers import load_tokenizer
@@ -97,6 +99,44 @@ def test_what_transformers_offers_works(used: dict[str, Any], name: str) -> None
     assert found["defaults"] == [0.8, 50]
 
 
+@pytest.mark.parametrize("name", MAIN)
+def test_layers_are_called_so_that_hooks_and_checkpointing_work(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]
+    assert found["hooks"]
+    assert found["checkpointing"]["calls"] == [1, 2]  # computed again in the backward pass
+    assert found["checkpointing"]["error"] < 1e-6
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_eager_attention_returns_its_matrices(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["attentions"]
+    assert found["shapes"] == [[2, 2, 24, 24]] * 2
+    assert found["row_error"] < 1e-5
+    assert found["future"] == 0
+    assert "attn_implementation='eager'" in found["without_eager"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MAIN)
+def test_accelerate_places_and_offloads_an_export(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["accelerate"]
+    if found is None:
+        pytest.skip("accelerate is not installed")
+    for logits in found.values():
+        assert relative_error(logits, byte_model(name)(TOKENS).double()) < 1e-5
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_peft_trains_adapters_of_every_linear_map(used: dict[str, Any], name: str) -> None:
+    found = used[name]["tools"]["peft"]
+    if found is None:
+        pytest.skip("peft is not installed")
+    assert found["adapters"] == 8  # four maps in each of two blocks
+    assert found["without_gradient"] == []
+    assert found["losses"][1] < found["losses"][0]
+    assert found["merge_error"] < 1e-5
+
+
 def test_more_beams_find_likelier_text_for_some_model(used: dict[str, Any]) -> None:
     assert any(used[name]["beam_scores"][1] > used[name]["beam_scores"][0] for name in MAIN)
 
@@ -149,10 +189,34 @@ def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
     assert imported == {"math", "typing", "torch", "transformers"}
 
 
-def test_the_card_tells_the_numbers_of_the_run(root: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_import_warns_of_weights_that_were_trained_without_their_bound(
+    root: Path, tmp_path: Path, dtype: torch.dtype, recwarn: pytest.WarningsRecorder
+) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(root / "hf" / "angpt", tuned)
+    tensors = {name: t.to(dtype) for name, t in load_file(tuned / "model.safetensors").items()}
+    save_file(tensors, tuned / "model.safetensors")
+    hf.import_run(open_source(tuned), tmp_path / "rounded")
+    assert not recwarn.list
+    tensors["blocks.1.W_uz.weight"][3] *= 1.11
+    save_file(tensors, tuned / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"by up to 0\.11; train with angpt\.integrations\.transformers\.Constrain"):
+        hf.import_run(open_source(tuned), tmp_path / "back")
+    back = open_source(tmp_path / "back").tensors()
+    assert all(torch.equal(back[name], t.float()) for name, t in tensors.items())
+
+
+def test_the_card_tells_what_is_known_of_the_run(root: Path) -> None:
     card = (root / "hf" / "angpt" / "README.md").read_text()
     for text in ("7 steps (896 tokens)", "2.5000", open_source(root / "runs" / "angpt").sha256(), "trust_remote_code"):
         assert text in card
+    headings = re.findall("^## (.*)$", card, flags=re.MULTILINE)
+    assert headings == ["Fine-tuning", "Data", "Evaluation", "Limitations", "Licence", "Citation"]
+    assert str(root / "runs" / "angpt-data") in card
+    assert "896 tokens, 0.0213 per parameter" in card
+    assert "ConstrainCallback" in card
+    assert "ConstrainCallback" not in (root / "hf" / "gpt+" / "README.md").read_text()  # nothing to constrain
 
 
 def test_a_model_without_tokenizer_is_exported_without(tmp_path: Path, run: Run) -> None:
@@ -193,8 +257,6 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, run: Run, monkeypatch: pytes
 
 
 def test_a_truncated_export_is_explained(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(root / "hf" / "angpt", broken)
     weights = broken / "model.safetensors"

@@ -1,0 +1,34 @@
+"""The constraints of a model in transformers' Trainer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from angpt.constraints import Constraint, constrain
+from angpt.errors import UserError
+
+
+class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
+    """Applies the constraints of the model when training begins and after every step of the optimizer.
+
+        Trainer(model=model, args=args, train_dataset=data, callbacks=[ConstrainCallback()])
+
+    Args:
+        constraints: By names of parameters; those of `angpt.constraints_of` unless given.
+    """
+
+    def __init__(self, constraints: Mapping[str, Constraint] | None = None) -> None:
+        self.constraints = constraints
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any = None, **_: Any
+    ) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
+        if not hasattr(inner, "register_step_post_hook"):
+            raise UserError("ConstrainCallback needs an optimizer of PyTorch, which this Trainer does not have")
+        self.handle = constrain(inner, model, self.constraints)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.handle.remove()
