@@ -29,7 +29,7 @@ test-long: $(INSTALLED)
 # The fault suite. FORM=short takes minutes, as in continuous integration.
 FORM ?= long
 torture: $(INSTALLED)
-	ANGPT_TORTURE=$(FORM) $(BIN)/pytest -n auto tests/torture
+	ANGPT_TORTURE=$(FORM) $(BIN)/pytest -n auto --dist loadfile tests/torture
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -58,13 +58,13 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         folder = out or STUDIES / (preset or (config.stem if config else "laptop"))
         command = shlex.join(["angpt", *args])
         study = Study(folder, settings.study())
+        pool = Processes(default_workers() if workers is None else workers)
         if not (folder / FILE).exists():
             study.begin(None, command, on_this_machine=True)
         elif Study.open(folder).config != study.config:
             raise UserError(f"{folder}: holds another study (see its {FILE}); choose another --out")
         study.retry()
         console = terminal()
-        pool = Processes(default_workers() if workers is None else workers)
         result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
         _notes(console, result.notes)
         _check_failures(study, result)
@@ -115,10 +115,6 @@ def study_run(
         raise UserError("--workers is for runs on this machine; with --slurm, at_most of [slurm] limits the jobs")
     console = terminal()
     study = Study.read(_file(file), out or _folder(file))
-    command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
-    study.begin(_file(file), command, on_this_machine=not slurm)
-    if retry:
-        study.retry()
     threads = study.config.threads
     if slurm:
         from angpt.studies.cluster import Cluster
@@ -128,6 +124,10 @@ def study_run(
         pool = InProcess(console, threads)
     else:
         pool = Processes(default_workers() if workers is None else workers, threads)
+    command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
+    study.begin(_file(file), command, on_this_machine=not slurm)
+    if retry:
+        study.retry()
     stays = " watching; the jobs stay in the queue" if slurm else ""
     result = _execute(study, pool, console, f"stopped{stays}; the same command goes on", live=workers != 0)
     if any(run.ended for run in result.runs):

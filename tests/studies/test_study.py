@@ -273,6 +273,7 @@ def test_mistakes_of_the_command(make, capsys, tmp_path):
     ):
         code, said = angpt(capsys, "study", *args)
         assert (code, message in said) == (2, True), said
+    assert not (tmp_path / "w").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")
     code, said = angpt(capsys, "study", "run", file, "--out", tmp_path / "full")

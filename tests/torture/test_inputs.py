@@ -221,7 +221,7 @@ def test_every_command_is_here():
     assert {f"--{key.replace('_', '-')}" for key in keys(PrepareConfig)} <= set(options("data prepare"))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", list(COMMANDS)[:: 1 if LONG else 4])
 def test_the_arguments_that_are_changed_are_good_ones(place, command):
     args = [*command.split(), *COMMANDS[command]]
     outcome = outcome_of(place.folder, args)
