@@ -243,6 +243,7 @@ REFUSED = [
     ("train", "--config", "c.toml", "--out", "x" * 300),
     ("train", "--config", "text", "--out", "new"),
     ("compare", *COMMANDS["compare"], "--tune", "1000000"),
+    ("compare", *COMMANDS["compare"], "--workers", "0"),
     ("generate", "runs/a", "tree \udcff"),
     ("generate", "runs/a", "tree", "--tokens", str(10**15)),
     ("data", "prepare", "text", "--out", "new", "--tokenizer", "c.toml"),
