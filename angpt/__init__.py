@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from angpt.inference.fold import fold as fold
     from angpt.inference.generate import generate as generate
     from angpt.inference.sampling import Sampling as Sampling
+    from angpt.models.convert import Conversion as Conversion
+    from angpt.models.convert import Description as Description
+    from angpt.models.convert import convert as convert
+    from angpt.models.convert import converted as converted
     from angpt.models.factors import constants as constants
     from angpt.models.factors import nu_lerp as nu_lerp
     from angpt.models.factors import nu_linear as nu_linear
+    from angpt.models.parts import AnResidual as AnResidual
+    from angpt.models.parts import ScaledHead as ScaledHead
+    from angpt.models.parts import init_unit_rows_ as init_unit_rows_
+    from angpt.models.parts import mlp_factor as mlp_factor
     from angpt.models.primitives import LearnedScale as LearnedScale
     from angpt.models.primitives import lerp as lerp
     from angpt.models.primitives import norm as norm
@@ -37,7 +45,9 @@ _PUBLIC = {
     "inference.fold": ("fold",),
     "inference.generate": ("generate",),
     "inference.sampling": ("Sampling",),
+    "models.convert": ("Conversion", "Description", "convert", "converted"),
     "models.factors": ("constants", "nu_lerp", "nu_linear"),
+    "models.parts": ("AnResidual", "ScaledHead", "init_unit_rows_", "mlp_factor"),
     "models.primitives": ("LearnedScale", "lerp", "norm", "rms"),
     "models.variants": ("ARCHITECTURES", "build"),
     "optim.standalone": ("Muon",),

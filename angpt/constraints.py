@@ -211,8 +211,10 @@ def _find(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Constraint
         if isinstance(p, nn.UninitializedParameter):
             raise UserError(f"{prefix}{name} has no shape yet: run a forward pass before it is constrained")
         if p.ndim > 1:
-            known = isinstance(module, MAPS) and "weight" in name
-            yield prefix + name, Constraint("bound", tuple(range(1, p.ndim)) if p.ndim > 2 else 1) if known else None
+            transposed = type(module).__name__ == "Conv1D"  # a linear map of transformers, whose columns are outputs
+            known = (isinstance(module, MAPS) or transposed) and "weight" in name
+            dim = tuple(range(1, p.ndim)) if p.ndim > 2 else 0 if transposed else 1
+            yield prefix + name, Constraint("bound", dim) if known else None
     for name, part in module.named_children():
         yield from _find(part, f"{prefix}{name}.")
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+import angpt
 from angpt.constraints import constraints_of, largest_violation
 from angpt.errors import UserError
 from angpt.inference.hf import as_transformers
@@ -47,6 +48,20 @@ def test_the_callback_of_transformers_holds_the_constraints(tmp_path: Path, name
     assert largest_violation(free) > 0.05
     assert largest_violation(bound) < 1e-6
     assert not torch.equal(bound.W_h.weight, exported(name).W_h.weight)
+
+
+def test_a_converted_llama_is_trained_under_its_bound_saved_and_loaded(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from angpt.integrations.transformers import ConstrainCallback
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=256, **sizes))
+    angpt.convert(model)
+    fine_tune(model, tmp_path / "trainer", [ConstrainCallback()])
+    assert largest_violation(model) < 1e-6
+    model.eval().save_pretrained(tmp_path / "saved")
+    again = angpt.converted(transformers.LlamaForCausalLM).from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
 
 
 def test_what_the_callback_cannot_constrain_is_said(tmp_path: Path) -> None:
