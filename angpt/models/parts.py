@@ -16,19 +16,11 @@ Heads = Literal["q", "k", "qkv", "qkv per head"]
 
 
 class Around(nn.Module):
-    """A module around another, `block`, whose attributes it passes on: a network may read those of its parts."""
+    """A module around another, `block`."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "block":
-                raise
-            return getattr(self.block, name)
 
 
 class AnResidual(Around):
@@ -97,6 +89,15 @@ class NormedHeads(Around):
 
 class NormedOutput(Around):
     """norm(block(·)), where a residual stream starts that is not a token's vector alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes of the block too: ViT reads those of its embeddings."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "block":
+                raise
+            return getattr(self.block, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return norm(self.block(*args, **kwargs))

@@ -163,6 +163,22 @@ def test_what_cannot_be_converted_is_explained_and_stays_as_it_is() -> None:
         angpt.convert(llama)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # peft, of the transposed maps of GPT-2
+def test_adapters_are_put_into_a_converted_model_and_merged(name: str) -> None:
+    """The parts stay around the maps that peft replaces and brings back."""
+    peft = pytest.importorskip("peft")
+    model = network(name)
+    angpt.convert(model)
+    expected, parts = model(**inputs(name)).logits, str(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).eval()
+    assert torch.equal(adapted(**inputs(name)).logits, expected)  # adapters start at 0
+    merged = adapted.merge_and_unload()
+    assert torch.equal(merged(**inputs(name)).logits, expected)
+    assert str(merged) == parts
+
+
 class Layer(nn.Module):
     """A pre-norm residual layer of a user."""
 
@@ -235,7 +251,6 @@ def test_parts_of_ones_own_network() -> None:
     expected = lerp(h, norm(block(3 * h)), torch.tensor(0.05), 1 / (0.05**2 + 0.95**2) ** 0.5)
     torch.testing.assert_close(residual(h), expected)
     torch.testing.assert_close(h + update(h), expected)
-    assert residual.in_features == d  # of the block
     table = NormedOutput(nn.ParameterList([torch.randn(3, d)]))
     assert table.constraints() == {"block.0": Constraint("bound", -1)}
     net = nn.Sequential(residual, angpt.ScaledHead(nn.Linear(d, 7)))
