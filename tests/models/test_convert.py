@@ -1,4 +1,5 @@
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,13 @@ def test_examples_of_the_page_run(code: str, tmp_path: Path, monkeypatch: pytest
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "convert.md", "exec"), {"__name__": "page"})
+
+
+def test_the_experiment_with_images_trains_under_the_bound() -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("transformers")
+    digits = runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "digits.py"))
+    train, validation, test = digits["splits"]()
+    assert [len(labels) for _, labels in (train, validation, test)] == [1000, 297, 500]
+    _, share = digits["train"](digits["converted"], 8e-3, 2, 0, validation)
+    assert share > 0.6
