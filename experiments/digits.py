@@ -130,7 +130,7 @@ def main() -> None:
         lr, tried = best_rate(make, epochs, validation)
         losses, shares = zip(*(train(make, lr, epochs, seed, test) for seed in SEEDS), strict=True)
         values = [", ".join(f"{x:.3f}" for x in losses), f"{sum(losses) / len(losses):.3f}"]
-        values += [", ".join(f"{x:.1%}" for x in shares), f"{sum(shares) / len(shares):.1%}"]
+        values += [", ".join(f"{100 * x:.1f} %" for x in shares), f"{100 * sum(shares) / len(shares):.1f} %"]
         print(f"| {epochs} | {name} | {lr:g} ({tried}) | {' | '.join(values)} |", flush=True)
 
 

@@ -126,7 +126,7 @@ def mlp_factor(d: int, d_mlp: int, gated: bool) -> float:
     """ν of the input of an MLP whose input has length 1.
 
     Gated, as in the paper: √(d / d_mlp). Without a gate: √d, so that the activation receives values of variance 1; with
-    the paper's factor they would be so small that the MLP is linear.
+    the paper's factor they start so small that the activation is nearly linear.
     """
     return math.sqrt(d / d_mlp) if gated else math.sqrt(d)
 
