@@ -98,7 +98,7 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         **dict.fromkeys(TOKEN_IDS, end),
         "graph": asdict(model.design()),
         "scales": {name: gain for name, gain in scales.items() if gain is not None},
-        "constraints": {name.split(".")[-2]: [c.kind, c.dim] for name, c in model.constraints().items()},
+        "weight_constraints": {name.split(".")[-2]: [c.kind, c.dim] for name, c in model.constraints().items()},
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),

@@ -39,7 +39,7 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         rotary_base: float = 10_000.0,
         graph: dict[str, Any] | None = None,
         scales: dict[str, float] | None = None,
-        constraints: dict[str, tuple[str, int]] | None = None,
+        weight_constraints: dict[str, tuple[str, int]] | None = None,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -48,7 +48,7 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         self.num_hidden_layers, self.head_dim = num_hidden_layers, hidden_size // num_attention_heads
         self.num_attention_heads = self.num_key_value_heads = num_attention_heads
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
-        self.graph, self.scales, self.constraints = graph or {}, scales or {}, constraints or {}
+        self.graph, self.scales, self.weight_constraints = graph or {}, scales or {}, weight_constraints or {}
         self.use_cache = use_cache
         super().__init__(**({"tie_word_embeddings": False} | kwargs))
 
@@ -297,8 +297,8 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         found = {}
         for name, _ in self.named_parameters():
             layer = name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")[2]  # base_layer: of LoRA
-            if layer in self.config.constraints:
-                kind, dim = self.config.constraints[layer]
+            if layer in self.config.weight_constraints:
+                kind, dim = self.config.weight_constraints[layer]
                 found[name] = (kind, dim)
         return found
 

@@ -220,6 +220,14 @@ def test_the_card_tells_what_is_known_of_the_run(root: Path) -> None:
     assert "ConstrainCallback" not in (root / "hf" / "gpt+" / "README.md").read_text()  # nothing to constrain
 
 
+def test_no_name_of_the_config_is_an_option_of_generate(root: Path) -> None:
+    """transformers would take its value for the option."""
+    from transformers import GenerationConfig
+
+    config = json.loads((root / "hf" / "angpt" / "config.json").read_text())
+    assert config.keys() & GenerationConfig().to_dict().keys() <= {*hf.TOKEN_IDS}
+
+
 def test_a_model_without_tokenizer_is_exported_without(tmp_path: Path, run: Run) -> None:
     source = open_source(run.path)
     assert source.tokenizer_path is not None
