@@ -143,12 +143,11 @@ class Distributed(Strategy):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
-            before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this process ends, too
             try:
                 dist.barrier(self.files)
             except RuntimeError as lost:
                 error = lost
-            signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
         self.watchdog.stop()  # last, because ending the connection may hang
         if (words := lost_rank(error)) is not None:
