@@ -49,7 +49,7 @@ def open_source(
 ) -> "FileSource | HubSource":
     """The source for the names on the command line: `stdlib`, `hf:NAME`, or paths of files and folders."""
     alone = [name for name in names if name == "stdlib" or name.startswith("hf:")]
-    if len(names) != 1 and (alone or not names):
+    if "" in names or (len(names) != 1 and (alone or not names)):
         raise UserError(f"give stdlib, one hf:NAME, or any number of files and folders, not {' '.join(names)!r}")
     if names[0].startswith("hf:"):
         return HubSource(names[0].removeprefix("hf:"), column, subset, hub_split)
