@@ -143,6 +143,7 @@ def test_what_is_no_source(tmp_path):
     for names, message in {
         (str(tmp_path / "nowhere"),): "nowhere: no such file or folder",
         (str(tmp_path),): "no text files here",
+        ("",): "give stdlib, one hf:NAME, or any number of files",
         ("stdlib", "x.txt"): "give stdlib, one hf:NAME, or any number of files",
         (): "give stdlib",
     }.items():
