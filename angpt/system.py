@@ -129,11 +129,16 @@ def check_name(name: str) -> str:
 
 
 def check_new_name(path: Path) -> None:
-    """Raise an error if the name of a new folder has control characters, or is not UTF-8."""
-    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
-        raise UserError(f"{path}: has control characters in its name; choose another --out")
+    """Raise an error if the name of a new folder for weights has control characters, or is not UTF-8."""
+    check_characters(path)
     if os.fsencode(path).decode(errors="replace") != str(path):
         raise UserError(f"{path}: is not UTF-8, and safetensors could not open the files in it; choose another --out")
+
+
+def check_characters(path: Path) -> None:
+    """Raise an error if the name of a new folder has control characters."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in str(path)):
+        raise UserError(f"{path}: has control characters in its name; choose another --out")
 
 
 def sync(path: Path) -> None:

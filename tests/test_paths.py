@@ -29,6 +29,7 @@ def test_configurations_hold_any_path(tmp_path, name):
 def test_every_command_works_in_such_folders(tmp_path, monkeypatch, capsys, name):
     """Text is prepared, a run is interrupted, resumed and used, and a study is run."""
     monkeypatch.chdir(tmp_path)
+    name = name.replace("\x7f", "")  # a new folder may not have control characters
     text = tmp_path / f"text {name}"
     text.mkdir()
     for number in range(40):
@@ -48,7 +49,7 @@ def test_every_command_works_in_such_folders(tmp_path, monkeypatch, capsys, name
     works("generate", run, "a", "--tokens", "3")
     works("eval", run, "--data", data)
     works("compare", "--config", f"{run}/config.toml", "--out", comparison, "--budgets", "512", "--seeds", "0")
-    if name != NAMES["odd"]:  # which would have to be escaped in TOML
+    if '"' not in name:  # which would have to be escaped in TOML
         file = write_study(tmp_path / f"{name}.toml", "DATA", *ONE, ("vocab_size = 61", "vocab_size = 257"))
         file.write_bytes(file.read_bytes().replace(b"DATA", os.fsencode(data)))
         works("study", "run", file, "--out", study, "--workers", "0")

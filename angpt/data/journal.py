@@ -11,7 +11,7 @@ from typing import Any
 from angpt.data.shards import INDEX, SPLITS, Index, Recipe, Shard, SplitName
 from angpt.errors import UserError
 from angpt.serialization import from_dict, parse_json
-from angpt.system import LOCK, check_new_name, locked, write_atomically
+from angpt.system import LOCK, check_characters, locked, write_atomically
 
 # Not .jsonl: if the folder is inside a source, that would be read as text.
 JOURNAL = "journal.log"
@@ -74,7 +74,7 @@ def lock(folder: Path) -> AbstractContextManager[None]:
     ours = (folder / INDEX).exists() or _complete_lines(folder / JOURNAL)
     if folder.exists() and not ours and (folder.is_file() or {p.name for p in folder.iterdir()} - {JOURNAL, LOCK}):
         raise UserError(f"{folder}: is not empty and holds no prepared data; choose another --out")
-    check_new_name(folder)
+    check_characters(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return locked(folder / LOCK, "another process prepares this folder")
 
