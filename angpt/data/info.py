@@ -53,7 +53,7 @@ def describe(path: str | Path, verify: bool = True, top: int = 10) -> DataInfo:
     found = [TokenData.open(path, split) for split in SPLITS]
     index = found[0].index
     if index is not None and verify:
-        check_shards(Path(path), index, (*index.train.shards, *index.val.shards), again=True)
+        check_shards(Path(path), index, index.shards, again=True)
     splits = tuple(_describe_split(data, top) for data in found)
     return DataInfo(Path(path), found[0].dtype.name, index, splits)
 

@@ -81,7 +81,7 @@ def prepare(
         shard_bytes=shard_bytes,
     )
     if (index := complete_index(out, recipe)) is not None:
-        check_shards(out, index, (*index.train.shards, *index.val.shards))
+        check_shards(out, index, index.shards)
         console.print(f"{out} is complete already")
         return index
     with lock(out):
@@ -99,7 +99,7 @@ def prepare(
             train=Split.of(journal.shards["train"]),
             val=Split.of(journal.shards["val"]),
         )
-        check_shards(out, index, (*index.train.shards, *index.val.shards))
+        check_shards(out, index, index.shards)
         index.write(out)
         journal.path.unlink(missing_ok=True)  # a process that found the index may have removed it
     return index

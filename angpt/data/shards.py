@@ -113,6 +113,11 @@ class Index:
     def read(cls, folder: Path) -> Self:
         return read_json(cls, folder / INDEX, "delete the folder and prepare it again", FORMAT)
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Those of both splits."""
+        return *self.train.shards, *self.val.shards
+
     def split(self, name: SplitName) -> Split:
         return self.train if name == "train" else self.val
 

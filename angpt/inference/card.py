@@ -17,7 +17,8 @@ Evaluation = Sequence[tuple[str, str, str, str]]
 
 def model_card(source: Source, model: Decoder, config: TrainConfig | None, evaluation: Evaluation = ()) -> str:
     """The README.md of an export."""
-    held = "at length 1" if source.cfg.architecture.startswith("ngpt") else "within length 1"
+    kinds = {constraint.kind for constraint in model.constraints().values()}
+    held = "at length 1" if kinds == {"unit"} else "within length 1"
     return without_html(
         CARD.format(
             name=source.path.resolve().name,

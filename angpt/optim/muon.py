@@ -50,6 +50,8 @@ def muon_(
         shapes.setdefault((state.parameter.shape, state.maps, state.by_columns), []).append((state, gradient))
     for ((rows, columns), maps, by_columns), chosen in shapes.items():
         ours, theirs = [state for state, _ in chosen], [gradient for _, gradient in chosen]
+        of_map = rows // maps, columns
+        scale = row_scale(*reversed(of_map)) if by_columns else row_scale(*of_map)
         padded = math.ceil(len(ours) / shards.workers) * shards.workers
         batch = ours[0].weight.new_empty((padded, shards.rows_each(rows), columns), dtype=dtype)
         if shards.workers > 1:
@@ -57,10 +59,10 @@ def muon_(
         for some, of_some, into in by_form(momentum_, ours, theirs, _rows(batch, ours)):
             momentum_(some, of_some, into, clip, momentum)
         share = shards.take_share(batch, rows)
-        share = orthogonalize(share.reshape(-1, rows // maps, columns)).view_as(share)
+        share = orthogonalize(share.reshape(-1, *of_map)).view_as(share)
         batch = shards.return_shares(share)
         for some, updates in by_form(descend_, ours, _rows(batch, ours)):
-            descend_(some, updates, lr, row_scale(*((columns, rows) if by_columns else (rows // maps, columns))))
+            descend_(some, updates, lr, scale)
 
 
 def _rows(batch: Tensor, states: Sequence[ParameterState]) -> list[Tensor]:

@@ -60,7 +60,8 @@ def loss_curves(study: Material) -> Chart | Absent:
             for architecture, look in style.items():  # one line, with gaps between runs: they may be thousands
                 own = [thinned(run.record.evaluations, most) for run in study.of(architecture)]
                 points = [point for run in own for point in (*((x(e), e.loss) for e in run), (math.nan, math.nan))]
-                ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45) if points else None
+                if points:
+                    ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45)
             for architecture, curve in means.items():
                 look = style[architecture]
                 xs, ys = [x(e) for e in curve], [e.loss for e in curve]

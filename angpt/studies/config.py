@@ -3,9 +3,10 @@
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
-from angpt.config import SIZES, ModelConfig, OptimizerConfig, Recipe, TrainConfig, parse_budget
+from angpt.config import SIZES, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError, nearest
 from angpt.serialization import from_dict
 from angpt.slurm import SlurmConfig
@@ -13,10 +14,13 @@ from angpt.slurm import SlurmConfig
 MOST_TRIALS = 64
 """Learning rates, a factor of two apart, beyond which the smallest or the largest are not numbers that train."""
 OF_A_GRID = {
-    "optimizer.lr": "lrs or [lrs]", "optimizer.name": "architectures", "model.architecture": "architectures",
-    "batch_tokens": "batches", "tokens": "budgets", "seed": "seeds",
-}  # fmt: skip
-"""Settings that differ between runs of a study, and what sets them."""
+    "optimizer.lr": "lrs",
+    "optimizer.name": "architectures such as angpt:muon",
+    "model.architecture": "architectures",
+    "batch_tokens": "batches",
+    "seed": "seeds",
+}
+"""Settings that differ between runs of a study, and the key of a grid that sets them."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +119,10 @@ class StudyConfig:
     def __post_init__(self) -> None:
         if not self.grid:
             raise UserError("a study has one [[grid]] at least")
-        for given, key, instead in (
-            (self.train.optimizer.lr is not None, "optimizer.lr", "lrs"),
-            (self.train.batch_tokens is not None, "batch_tokens", "batches"),
-            (self.train.seed != TrainConfig.seed, "seed", "seeds"),
-            (self.train.model.architecture != ModelConfig.architecture, "model.architecture", "architectures"),
-            (self.train.optimizer.name != OptimizerConfig.name, "optimizer.name", "architectures such as angpt:muon"),
-        ):
-            if given:
-                raise UserError(f"train.{key}: runs of a study differ in it; say {instead} in [[grid]]")
+        for key in OF_A_GRID:
+            given, default = (attrgetter(key)(config) for config in (self.train, TrainConfig()))
+            if given != default:
+                raise _differs(f"train.{key}", OF_A_GRID[key])
         for name in self.shapes:
             if name in SIZES or not re.fullmatch(r"[A-Za-z0-9.]+", name):
                 raise UserError(f"shapes.{name}: a name of letters, digits and dots that is no size of the paper")
@@ -161,10 +160,14 @@ class StudyConfig:
         for key, value in own.items():
             table = isinstance(value, dict) and isinstance(values.get(key), dict)
             for name in (f"{key}.{inner}" for inner in value) if table else (key,):
-                if name in OF_A_GRID:
-                    raise UserError(f"{where}.{name}: {OF_A_GRID[name]} sets it")
+                if instead := {**OF_A_GRID, "tokens": "budgets"}.get(name):
+                    raise _differs(f"{where}.{name}", instead)
             values[key] = values[key] | value if table else value
         return from_dict(TrainConfig, values, where)
+
+
+def _differs(key: str, instead: str) -> UserError:
+    return UserError(f"{key}: runs of a study differ in it; say {instead} in [[grid]]")
 
 
 def multiple(text: str, where: str) -> float:

@@ -149,8 +149,9 @@ def test_an_architecture_has_settings_of_its_own(read):
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ('"gpt+".optimizer.lr = 0.1', r"settings.gpt\+.optimizer.lr: lrs or \[lrs\] sets it"),
-        ('"gpt+".seed = 1', "settings.gpt[+].seed: seeds sets it"),
+        ('"gpt+".optimizer.lr = 0.1', "settings.gpt[+].optimizer.lr: runs of a study differ in it; say lrs in"),
+        ('"gpt+".seed = 1', "settings.gpt[+].seed: runs of a study differ in it; say seeds in"),
+        ('"gpt+".tokens = "1M"', "settings.gpt[+].tokens: runs of a study differ in it; say budgets in"),
         ('"gpt+".optimizer.weight = 0.1', "unknown key 'settings.gpt[+].optimizer.weight'"),
         ('"gpt+".optimizer = 3', "settings.gpt[+].optimizer must be"),
         ("ngpt.seed = 1", "settings: ngpt is not among the architectures"),
