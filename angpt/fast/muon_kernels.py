@@ -60,10 +60,10 @@ def momentum_(
 @triton.jit
 def _symmetric(
     x_ptr, y_ptr, out_ptr, squares_ptr, size, depth, x_batch, x_row, x_column, y_batch, y_row, y_column, a, b, c,
-    POLYNOMIAL: tl.constexpr, DIVIDED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    POLYNOMIAL: tl.constexpr, DIVIDED: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of the lower triangle of x yᵀ, and its mirror image. With `POLYNOMIAL`, x = y is symmetric and the
-    result is a + b x + c x²; with `DIVIDED` that of x / squares, divided by √squares."""
+    result is a + b x + c x²; with `DIVIDED` that of x / squares, divided by √squares. `EVEN`: tiles fill the matrix."""
     number, matrix = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * number + 1.0) - 1.0) / 2.0).to(tl.int32)  # tile row: the number of tiles above it is i(i+1)/2
     i = tl.where(i * (i + 1) // 2 > number, i - 1, i)
@@ -76,9 +76,12 @@ def _symmetric(
     right = y_ptr + matrix * y_batch + ks[:, None] * y_column + columns[None, :] * y_row
     total = tl.zeros((TILE, TILE), tl.float32)
     for k in range(0, depth, DEPTH):
-        inside = k + ks < depth
-        x = tl.load(left, (rows < size)[:, None] & inside[None, :], 0.0)
-        y = tl.load(right, inside[:, None] & (columns < size)[None, :], 0.0)
+        if EVEN:
+            x, y = tl.load(left), tl.load(right)
+        else:
+            inside = k + ks < depth
+            x = tl.load(left, (rows < size)[:, None] & inside[None, :], 0.0)
+            y = tl.load(right, inside[:, None] & (columns < size)[None, :], 0.0)
         total = tl.dot(x, y, total, input_precision="ieee")
         left += DEPTH * x_column
         right += DEPTH * y_column
@@ -119,7 +122,8 @@ def _launch(
     with torch.cuda.device(x.device):
         _symmetric[(tiles * (tiles + 1) // 2, count)](
             x, y, out, squares, size, depth, *x.stride(), *y.stride(), *(coefficients or (0.0, 0.0, 1.0)),
-            POLYNOMIAL=coefficients is not None, DIVIDED=squares is not None, TILE=tile,
-            DEPTH=tuning.SYMMETRIC_DEPTH, num_warps=tuning.SYMMETRIC_WARPS, num_stages=tuning.SYMMETRIC_STAGES,
+            POLYNOMIAL=coefficients is not None, DIVIDED=squares is not None,
+            EVEN=size % tile == 0 and depth % tuning.SYMMETRIC_DEPTH == 0, TILE=tile, DEPTH=tuning.SYMMETRIC_DEPTH,
+            num_warps=tuning.SYMMETRIC_WARPS, num_stages=tuning.SYMMETRIC_STAGES,
         )  # fmt: skip
     return out

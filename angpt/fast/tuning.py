@@ -34,7 +34,7 @@ SQUARES_BLOCK, SQUARES_TILES = 4096, 8
 
 MOMENTUM_BLOCK = 4096
 """Momentum of Muon: elements per program."""
-SYMMETRIC_TILE, SYMMETRIC_DEPTH, SYMMETRIC_WARPS, SYMMETRIC_STAGES = 128, 64, 8, 4
+SYMMETRIC_TILE, SYMMETRIC_DEPTH, SYMMETRIC_WARPS, SYMMETRIC_STAGES = 128, 64, 4, 3
 """Symmetric products: rows and columns of a tile, depth per iteration, warps, software pipeline depth."""
 SYMMETRIC_SMALL, SYMMETRIC_SMALL_TILE = 512, 64
 """Symmetric products of up to this size: smaller tiles, so that they occupy more multiprocessors."""
