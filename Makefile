@@ -49,10 +49,11 @@ docs: $(INSTALLED)
 	$(BIN)/python -m angpt.analysis.toy docs/figures
 	$(BIN)/python .ci/dependencies.py
 
-# Known vulnerabilities of the versions in constraints.txt; needs PyPI.
-audit: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt pip-audit
-	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip
+# Known vulnerabilities of the versions in constraints.txt, by a tool with an environment of its own; needs PyPI.
+audit:
+	$(PYTHON) -m venv $(VENV)/audit
+	$(VENV)/audit/bin/python -m pip install --quiet pip-audit
+	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

@@ -1,3 +1,5 @@
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -111,6 +113,24 @@ def test_output_that_cannot_be_written_is_one_line():
     assert process.returncode == 2
     assert process.stderr.startswith("error: the disk is full, or a limit is reached (No space left on device)")
     assert process.stderr.count("\n") == 1
+
+
+def test_the_reader_of_the_output_may_go():
+    command = [sys.executable, "-m", "angpt", "models", "--list-variants"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process.stdout.close()
+    assert (process.wait(), process.stderr.read()) == (1, "")
+    process.stderr.close()
+
+
+def test_a_pipe_to_another_process_that_breaks_is_one_line(capfd, monkeypatch):
+    def fail(*_, **__):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    monkeypatch.setattr("angpt.analysis.factor_report.factor_tables", fail)
+    with pytest.raises(SystemExit, match="2"):
+        main(["factors"])
+    assert capfd.readouterr().err == "error: [Errno 32] Broken pipe: another process has ended\n"
 
 
 def test_text_is_never_markup(capsys, tmp_path):

@@ -6,6 +6,7 @@ import inspect
 import io
 import os
 import re
+import select
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -62,8 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # `angpt … | head`
+    except BrokenPipeError as error:
+        if not _nobody_reads():
+            _exit(f"{error}: another process has ended")
         _discard_output()
+        sys.exit(1)  # `angpt … | head`; Rich ends in the same way
     except Exception as error:
         message = _missing_extra(error) if isinstance(error, ModuleNotFoundError) else explain(error)
         if message is None or os.environ.get("ANGPT_DEBUG") == "1":
@@ -113,6 +117,13 @@ def _exit(message: str) -> NoReturn:
         _discard_output()
     terminal(stderr=True).print(Text.assemble(("error:", "bold red"), " ", message))
     sys.exit(2)
+
+
+def _nobody_reads() -> bool:
+    """True if standard output is a pipe whose reader is gone."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # errors are always reported
+    return any(event & select.POLLERR for _, event in output.poll(0))
 
 
 def _discard_output() -> None:

@@ -40,6 +40,14 @@ DCP = "DCP_SHARDING_INFO"
 """The key for this in files of torch.distributed.checkpoint, which earlier versions used for several ranks."""
 
 
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that tell that a file of a checkpoint is not there. Others (the disk, permissions) may pass."""
+
+
+class Damaged(UserError):
+    """A checkpoint lacks a file, or has a wrong one."""
+
+
 @dataclass(frozen=True)
 class State:
     """The state of a run except its tensors. The position in the data follows from the step."""
@@ -200,12 +208,12 @@ def found(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint whose checksums are right; warns of damaged ones and skips them."""
+    """The newest checkpoint whose checksums are right; warns of damaged ones and skips them, not those unreadable."""
     for path in reversed(found(folder)):
         try:
             read_state(path)
             return path
-        except UserError as error:
+        except Damaged as error:
             warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
     return None
 
@@ -218,7 +226,10 @@ def read_state(path: Path, verify: bool = True) -> State:
             if file_sha256(path / name) != expected:
                 raise UserError(f"the checksum of {name} is wrong")
     except (OSError, ValueError, UserError) as error:
-        raise UserError(f"{path}: the checkpoint is damaged ({error})") from error
+        cause = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(cause, OSError) and not isinstance(cause, MISSING):  # to go on from an earlier one replaces it
+            raise UserError(f"{path}: the checkpoint cannot be read ({error}); try again") from error
+        raise Damaged(f"{path}: the checkpoint is damaged ({error})") from error
     return state
 
 

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,6 +199,22 @@ def test_a_damaged_one_is_skipped_with_a_warning_and_replaced(tmp_path, name, da
         assert checkpoint.newest(tmp_path).name == "step-000000001"
     save(tmp_path, 2)
     assert checkpoint.newest(tmp_path).name == "step-000000002"
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_one_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch, name):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    open_file = Path.open
+
+    def fail(self, *args, **kwargs):
+        if self.parent.name == "step-000000002" and self.name == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return open_file(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(UserError, match=r"step-000000002: the checkpoint cannot be read .*Input/output error"):
+        checkpoint.newest(tmp_path)
 
 
 def test_every_changed_character_of_the_state_is_found(tmp_path):
