@@ -19,6 +19,9 @@ Step = Literal["auto", "plain", "kernels", "compiled"]
 """How a decode step is computed. plain: PyTorch operations. kernels: five hand-written kernels per layer, for small
 batches in bf16 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels
 where they apply, otherwise plain."""
+LEAST, MOST = 1e-30, 1e30
+"""Limits of factors and rates, which fp32 holds."""
+BETWEEN = f"between {LEAST:g} and {MOST:g}"
 MOST_DIMENSIONS, MOST_LAYERS = 2**26, 10_000
 """Largest dimensions of a model, far above those that can be trained: with larger ones, sizes of tensors overflow."""
 MOST_SECONDS = 1e7
@@ -75,7 +78,7 @@ class ModelConfig:
                 "dimensions; they are rotated in pairs, so it must be an even whole number"
             )
         constants = ("rotary_base", "g_init", "alpha_init", "stored_scale", "nu_p", "nu_acf")
-        check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, *constants, prefix="model.")
+        check_settings(self, BETWEEN, lambda value: LEAST <= value <= MOST, *constants, prefix="model.")
 
     @property
     def d_head(self) -> int:
@@ -182,8 +185,7 @@ class OptimizerConfig:
     """Largest norm of the gradient; longer ones are clipped."""
 
     def __post_init__(self) -> None:
-        finite = "positive and finite"
-        check_settings(self, finite, lambda value: 0 < value < math.inf, "lr", "adam_lr", "eps", prefix="optimizer.")
+        check_settings(self, BETWEEN, lambda value: LEAST <= value <= MOST, "lr", "adam_lr", "eps", prefix="optimizer.")
         check_settings(self, "positive", lambda value: value > 0, "clip", prefix="optimizer.")
         fractions = ("warmup", "final_lr", "weight_decay")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, *fractions, prefix="optimizer.")

@@ -85,6 +85,13 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def remove_parts(folder: Path, name: str = "*") -> None:
+    """Remove the temporary files of a killed process, of files of this name; nobody else may be writing them."""
+    for part in folder.glob(f".{name}.{'?' * 2 * NAME_BYTES}.part"):
+        with suppress(OSError):  # a folder, or removed meanwhile
+            part.unlink()
+
+
 @contextmanager
 def locked(path: Path, busy: str) -> Iterator[None]:
     """Hold the lock of the file `path` in a `with` block; the kernel releases it however the process ends. Temporary
@@ -104,9 +111,7 @@ def locked(path: Path, busy: str) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}\n")
         file.flush()
-        for part in path.parent.glob(f".*.{'?' * 2 * NAME_BYTES}.part"):
-            with suppress(OSError):  # a folder, or removed meanwhile
-                part.unlink()
+        remove_parts(path.parent)
         yield
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.serialization import json_values, seal, typed, unseal
-from angpt.system import available_cores, try_lock, write_atomically
+from angpt.system import available_cores, remove_parts, try_lock, write_atomically
 
 VERIFIED = ".verified.json"
 """File beside the tokens, with the contents of each file and the version of it that was read."""
@@ -122,8 +122,10 @@ def _one_process(folder: Path) -> Iterator[None]:
     handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + WAIT_SECONDS
     try:
         with suppress(UserError):
-            while not try_lock(handle, fcntl.LOCK_EX) and time.monotonic() < deadline:
+            while not (alone := try_lock(handle, fcntl.LOCK_EX)) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
+            if alone:
+                remove_parts(folder, VERIFIED)
         yield
     finally:
         os.close(handle)

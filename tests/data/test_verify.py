@@ -104,6 +104,13 @@ def test_files_are_read_once_for_each_change(folder, reads):
     assert reads[len(names) :] == [names[1]]
 
 
+def test_what_a_killed_process_left_is_removed(folder, reads):
+    left = folder / f".{verify.VERIFIED}.{'0' * 16}.part"
+    left.touch()
+    TokenData.open(folder, "train")
+    assert not left.exists()
+
+
 def test_processes_at_once_read_files_once(folder, reads):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: open_both(folder), range(4)))

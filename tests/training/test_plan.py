@@ -111,7 +111,7 @@ def test_micro_batches_divide_the_batch():
         ({"batch_tokens": 100}, "batch_tokens = 100 is no multiple of model.context = 32"),
         ({"device": "gpu"}, "device must be 'auto' or 'cpu' or 'cuda', not 'gpu'"),
         ({"seed": -1}, "seed must be in [0, 2⁶³), not -1"),
-        ({"optimizer__lr": -1.0}, "optimizer.lr must be positive and finite, not -1.0"),
+        ({"optimizer__lr": -1.0}, "optimizer.lr must be between 1e-30 and 1e+30, not -1.0"),
         ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1), not 1.5"),
         ({"optimizer__betas": 1.5}, "unknown key 'optimizer.betas': did you mean beta"),
         ({"precision": "fp8"}, "precision must be 'auto' or 'fp32' or 'bf16', not 'fp8'"),
