@@ -44,7 +44,6 @@ def hparams(
     from angpt.fits.hparam_figures import rates, sweeps, token_trends, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
-    from angpt.present.charts import Absent
 
     console = terminal()
     if multiple is not None and not 0 < multiple < float("inf"):
@@ -52,10 +51,7 @@ def hparams(
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
     fit = fit_hparams(table, multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    charts: list[Chart | Absent] = [sweeps(fit), rates(fit)]
-    if any(trend.batch_tokens is not None for trend in fit.trends):
-        having = trends(fit), token_trends(fit)
-        charts += [chart for chart in having if not isinstance(chart, Absent)]
+    charts = [make(fit) for make in (sweeps, rates, trends, token_trends)]
     _write(console, out, "hparams", {"made_by": source, **vars(fit)}, charts, hparam_tables(fit))
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write

@@ -164,7 +164,7 @@ def trends(fit: HparamFit) -> Chart | Absent:
     title = "Trends of batch size and learning rate"
     having = [t for t in fit.trends if t.batch_tokens is not None and not t.with_tokens]
     if not having:
-        return Absent(title, "No architecture has two sizes with one budget and an optimum inside their grids.")
+        return Absent(title, "No architecture has best batch sizes of two sizes with one budget each.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(having), narrow, columns=2, height=3.1)
@@ -209,7 +209,7 @@ def token_trends(fit: HparamFit) -> Chart | Absent:
     title = "Trends over training tokens"
     having = [t for t in fit.trends if t.batch_tokens is not None and t.with_tokens]
     if not having:
-        return Absent(title, "No architecture has best batch sizes for several budgets.")
+        return Absent(title, "No architecture has best batch sizes of sizes with several budgets.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(having), narrow, columns=2, height=3.3)
