@@ -1,4 +1,4 @@
-"""docs/evidence/transfer: the files that describe its runs, the laws that follow from it, and the rules made of them."""
+"""docs/evidence/transfer: the files that describe its runs, the laws fitted to it, and the rules made of them."""
 
 import dataclasses
 import importlib.util
@@ -82,7 +82,7 @@ def test_the_rules_are_within_the_intervals_and_near_the_best_rates(laws, recipe
 
 
 def test_the_rules_hold_where_they_were_measured_and_on_a_laptop():
-    """32M and 100M tokens as measured; the sweeps of a laptop in docs/hyperparameters.md, best at 0.1 to 0.2 and 0.016."""
+    """32M and 100M tokens as measured; on a laptop, 0.1 to 0.2 and 0.016 were best (docs/hyperparameters.md)."""
 
     def rates(name, recipe, tokens):
         o = make_plan(dataclasses.replace(preset(name), tokens=tokens).with_recipe(recipe)).config.optimizer
