@@ -3,10 +3,10 @@
     python experiments/transfer.py docs/evidence/transfer --table PAGE.md --figure FILE.png
 
 Laws of the best rate are fitted to the sweeps of small models: lr*(N, D, B) to 7M and 14M, as planned, and lr*(D, B) to
-7M alone, which was added when the first had failed with Muon. For each sweep of a larger model, the table has the rates that they predict, divided by the best one, and the loss that
-they cost, both read off the interpolated sweep. Other predictions: the best rate of the smallest model and budget at
-the same batch size, as it is and times tokens^(−1/3), a published law (another, −0.32, differs by 2 % here); and the
-defaults, which were chosen with all runs in sight."""
+7M alone, which was added when the first had failed with Muon. For each sweep of a larger model, the table has the rates
+that they predict, divided by the best one, and the loss that they cost, both read off the interpolated sweep. Other
+predictions: the best rate of the smallest model and budget at the same batch size, as it is and times tokens^(−1/3), a
+published law (another, −0.32, differs by 2 % here); and the defaults, which were chosen with all runs in sight."""
 
 import argparse
 import math
