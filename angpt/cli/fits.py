@@ -33,7 +33,7 @@ def hparams(
     multiple: float | None = None,
     write_rules: Path | None = None,
 ) -> None:
-    """Best batch size and learning rate as functions of model size, and of tokens if sizes have several budgets.
+    """Best learning rate as a function of model size, tokens and batch size, and best batch size of the first two.
 
     Args:
         out: Folder for hparams.json and the figures.
@@ -41,7 +41,7 @@ def hparams(
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
 
-    from angpt.fits.hparam_figures import sweeps, token_trends, trends
+    from angpt.fits.hparam_figures import rates, sweeps, token_trends, trends
     from angpt.fits.hparams import fit_hparams
     from angpt.fits.output import hparam_tables
 
@@ -51,12 +51,7 @@ def hparams(
     table = _read(console, sources, ("batch_tokens", "lr"), architectures)
     fit = fit_hparams(table, multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    several = {size.architecture for size in fit.sizes if size.budgets > 1}
-    charts: list[Chart | Absent] = [sweeps(fit)]
-    if several < {size.architecture for size in fit.sizes}:
-        charts.append(trends(fit))
-    if several:
-        charts.append(token_trends(fit))
+    charts = [make(fit) for make in (sweeps, rates, trends, token_trends)]
     _write(console, out, "hparams", {"made_by": source, **vars(fit)}, charts, hparam_tables(fit))
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write

@@ -1,4 +1,4 @@
-"""The figures of a hyper-parameter fit: the sweeps with their minima, and the trends over model size and tokens."""
+"""The figures of a hyper-parameter fit: the sweeps with their minima, the laws, and the trends over size and tokens."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from matplotlib.collections import PathCollection
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.typing import ColorType
 
-from angpt.fits.hparams import HparamFit, SizeFit, Sweep, Trend, predict
+from angpt.fits.hparams import SETTINGS, HparamFit, SizeFit, Sweep, Trend
 from angpt.fits.plane import PlaneLaw
-from angpt.fits.powerlaw import Floats, PowerLaw
+from angpt.fits.powerlaw import Floats
 from angpt.present.charts import Absent, Chart
 from angpt.present.style import DEPTH, INK, MARKERS, band, evenly, label_axis, log_ticks, looks, panels
-from angpt.present.words import bracketed, label, listed, quantity, scientific
+from angpt.present.words import bracketed, label, quantity, scientific
+from angpt.stats import Interval
 
 EXCESS = 3.0
 """Per cent above the best loss at which the colour scale ends."""
@@ -98,20 +100,77 @@ def _loss_range(size: SizeFit) -> tuple[float, float]:
     return low - 0.08 * room, high + 0.1 * room
 
 
-def trends(fit: HparamFit) -> Chart | Absent:
-    """Best batch size and learning rate over model size."""
-    title = "Trends of batch size and learning rate"
-    over_size = [t for t in fit.trends if not t.with_tokens]
-    several = {size.architecture for size in fit.sizes if size.budgets > 1}
-    names = [n for n in dict.fromkeys(size.architecture for size in fit.sizes) if n not in several]
-    if not over_size:
-        return Absent(title, "No architecture has two sizes with one budget and an optimum inside their grids.")
+def rates(fit: HparamFit) -> Chart | Absent:
+    """The best learning rates against those of their law."""
+    title = "Laws of the learning rate"
+    if not fit.trends:
+        return Absent(title, "No architecture has two sweeps with a best rate inside their grids.")
 
     def draw(narrow: bool) -> Figure:
-        figure, axes = panels(2 * len(names), narrow, columns=2, height=3.1)
-        style = looks(names)
-        for i, name in enumerate(names):
-            trend = next((t for t in over_size if t.architecture == name), None)
+        figure, axes = panels(len(fit.trends), narrow, columns=2, height=3.3)
+        for ax, trend in zip(axes, fit.trends, strict=True):
+            _draw_rates(ax, trend)
+            ax.set(title=label(trend.architecture), xlabel="learning rate by the law", ylabel="best learning rate")
+        return figure
+
+    laws = [f"{label(t.architecture)}: lr* = {law_text(t.lr.law)}" for t in fit.trends]
+    return Chart(
+        name="rates",
+        title=title,
+        caption="Best learning rates, one for each model size, budget and batch size, against the power law of "
+        "parameters N, tokens D and tokens per step B through them. Line: equal; band: a factor of 1.4. "
+        f"{'. '.join(laws)}.",
+        alt=f"Best learning rates against those of their law. {'; '.join(laws)}.",
+        columns=("architecture", "parameters", "tokens", "batch_tokens", "best_lr", "fitted_lr"),
+        rows=tuple(
+            (t.architecture, *p.settings.values(), p.value, t.lr.law.at(p.settings).mean)
+            for t in fit.trends
+            for p in t.lr.points
+        ),
+        draw=draw,
+    )
+
+
+def _draw_rates(ax: Axes, trend: Trend) -> None:
+    sizes, fitted = trend.lr.sizes, [trend.lr.law.at(p.settings).mean for p in trend.lr.points]
+    found = [p.value for p in trend.lr.points]
+    x = np.array([min(*fitted, *found) / 1.3, max(*fitted, *found) * 1.3])
+    ax.plot(x, x, color=INK, lw=0.8)
+    band(ax, x, x / 1.4, x * 1.4, INK)
+    for i, size in enumerate(sizes):
+        mine = [p.settings["parameters"] == size for p in trend.lr.points]
+        at = [[v for v, own in zip(values, mine, strict=True) if own] for values in (fitted, found)]
+        ax.plot(*at, MARKERS[i % 7], color=DEPTH(i / max(1, len(sizes) - 1)), mec=INK, mew=0.6, label=quantity(size))
+    ax.set(xscale="log", yscale="log", xlim=x, ylim=x)
+    for axis in (ax.xaxis, ax.yaxis):
+        label_axis(axis, "{:.2g}".format, log_ticks(x[0], x[1], digits=(1, 2, 3, 5, 7)))
+    ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
+
+
+def law_text(law: PlaneLaw) -> str:
+    """A power law as text: prefactor, variables, and exponents with their intervals."""
+    letters = [(SETTINGS[name], *pair) for name, pair in zip(law.exponents, ("aᵃ", "bᵇ", "cᶜ"), strict=False)]
+    product = "".join(f"·{symbol}{raised}" for symbol, _, raised in letters)
+    values = (f"{a} = {bracketed(e, '.3f')}" for (_, a, _), e in zip(letters, law.exponents.values(), strict=True))
+    return f"{factor_text(law.prefactor.mean)}{product}, {', '.join(values)}"
+
+
+def factor_text(factor: float) -> str:
+    return f"{factor:.3g}" if 1e-3 <= factor < 1e4 else scientific(factor, 3)
+
+
+def trends(fit: HparamFit) -> Chart | Absent:
+    """Best batch size, and learning rate at it, over model size."""
+    title = "Trends of batch size and learning rate"
+    having = [t for t in fit.trends if t.batch_tokens is not None and not t.with_tokens]
+    if not having:
+        return Absent(title, "No architecture has best batch sizes of two sizes with one budget each.")
+
+    def draw(narrow: bool) -> Figure:
+        figure, axes = panels(2 * len(having), narrow, columns=2, height=3.1)
+        style = looks([t.architecture for t in having])
+        for i, trend in enumerate(having):
+            name = trend.architecture
             pair = axes[2 * i : 2 * i + 2]
             for ax, what in zip(pair, WORDS, strict=True):
                 drawn = _draw_trend(ax, fit.of(name), trend, what, style[name].color)
@@ -122,14 +181,14 @@ def trends(fit: HparamFit) -> Chart | Absent:
             bar.outline.set_visible(False)
         return figure
 
-    laws = [f"{label(t.architecture)}: B* = {law_text(t.batch_tokens)}; lr* = {law_text(t.lr)}" for t in over_size]
+    laws = _batch_laws(having)
     return Chart(
         name="trends",
         title=title,
-        caption="Optimal batch size and learning rate over the number of parameters. Dots: every value of the grid, "
-        "darker if its best run is closer to the best of that model. Diamonds: the two-stage estimates; "
-        f"dashed: the power laws through them, with their 95 % bands. {'. '.join(laws)}.",
-        alt=f"Batch size and learning rate against model size: {listed([label(n) for n in names])}. {'; '.join(laws)}.",
+        caption="Optimal batch size, and the learning rate at it, over the number of parameters. Dots: every value of "
+        "the grid, darker if its best run is closer to the best of that model. Diamonds: the two-stage estimates; "
+        f"dashed: the laws, with their 95 % bands (of the rate: at the dashed batch size). {'. '.join(laws)}.",
+        alt=f"Batch size and learning rate against model size. {'; '.join(laws)}.",
         columns=("architecture", "parameters", "tokens", "best_batch_tokens", "best_lr", "loss", "problem"),
         rows=tuple(
             (s.architecture, s.parameters, s.tokens, *best, s.problem)
@@ -141,29 +200,33 @@ def trends(fit: HparamFit) -> Chart | Absent:
     )
 
 
+def _batch_laws(trends: Sequence[Trend]) -> list[str]:
+    return [f"{label(t.architecture)}: B* = {law_text(t.batch_tokens.law)}" for t in trends if t.batch_tokens]
+
+
 def token_trends(fit: HparamFit) -> Chart | Absent:
-    """Best batch size and learning rate over tokens, a line for each model size."""
+    """Best batch size, and learning rate at it, over tokens, a line for each model size."""
     title = "Trends over training tokens"
-    having = [t for t in fit.trends if t.with_tokens]
+    having = [t for t in fit.trends if t.batch_tokens is not None and t.with_tokens]
     if not having:
-        return Absent(title, "No architecture has optima for several budgets of a size.")
+        return Absent(title, "No architecture has best batch sizes of sizes with several budgets.")
 
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2 * len(having), narrow, columns=2, height=3.3)
         for i, trend in enumerate(having):
             for ax, what in zip(axes[2 * i : 2 * i + 2], WORDS, strict=True):
-                _draw_token_trend(ax, trend, what)
+                _draw_token_trend(ax, fit.of(trend.architecture), trend, what)
                 words, unit = WORDS[what]
                 ax.set(title=f"{label(trend.architecture)}: {words}", xlabel="training tokens D", ylabel=unit)
         return figure
 
-    laws = [f"{label(t.architecture)}: B* = {law_text(t.batch_tokens)}; lr* = {law_text(t.lr)}" for t in having]
+    laws = _batch_laws(having)
     return Chart(
         name="tokens",
         title=title,
-        caption="Optimal batch size and learning rate over the number of training tokens. Points: the two-stage "
-        "estimates of each model size and budget; lines: the power law of parameters and tokens through all of them, "
-        f"with its 95 % band. {'. '.join(laws)}.",
+        caption="Optimal batch size, and the learning rate at it, over the number of training tokens. Points: the "
+        "two-stage estimates of each model size and budget; lines: the laws, with their 95 % bands (of the rate: at "
+        f"the batch size of the line). {'. '.join(laws)}.",
         alt=f"Batch size and learning rate against tokens, a line for each model size. {'; '.join(laws)}.",
         columns=(
             "architecture",
@@ -175,26 +238,24 @@ def token_trends(fit: HparamFit) -> Chart | Absent:
             "fitted_lr",
         ),
         rows=tuple(
-            (t.architecture, s.parameters, s.tokens, o.batch_tokens, o.lr, *fitted)
+            (t.architecture, s.parameters, s.tokens, o.batch_tokens, o.lr, *(fitted[what].mean for what in WORDS))
             for t in having
-            for s in t.optima
+            for s in fit.of(t.architecture)
             if (o := s.optimum) is not None
-            for fitted in [[predict(law, s.parameters, s.tokens).mean for law in (t.batch_tokens, t.lr)]]
+            for fitted in [t.at_best_batch(s.parameters, s.tokens)]
         ),
         draw=draw,
     )
 
 
-def _draw_token_trend(ax: Axes, trend: Trend, what: str) -> None:
-    law, sizes = getattr(trend, what), trend.sizes
-    for i, size in enumerate(sizes):
-        color = DEPTH(i / max(1, len(sizes) - 1))
-        found = [(s.tokens, getattr(s.optimum, what)) for s in trend.optima if s.parameters == size]
+def _draw_token_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend, what: str) -> None:
+    having = [s for s in sizes if s.optimum is not None]
+    counts = sorted({s.parameters for s in having})
+    for i, size in enumerate(counts):
+        color = DEPTH(i / max(1, len(counts) - 1))
+        found = [(s.tokens, getattr(s.optimum, what)) for s in having if s.parameters == size]
         x = np.geomspace(min(d for d, _ in found) / 1.3, max(d for d, _ in found) * 1.3, 40)
-        mean, low, high = np.array([(v.mean, v.low, v.high) for v in (predict(law, size, d) for d in x)], float).T
-        ax.plot(x, mean, "--", color=color, lw=1.3)
-        if law.freedom > 0:
-            band(ax, x, low, high, color)
+        _draw_law(ax, x, [trend.at_best_batch(size, d)[what] for d in x], color)
         ax.plot(*zip(*found, strict=True), MARKERS[i % 7], color=color, mec=INK, mew=0.6, ms=6, label=quantity(size))
     ax.set(xscale="log", yscale="log")
     label_axis(ax.xaxis, quantity, log_ticks(*ax.get_xlim()))
@@ -203,25 +264,23 @@ def _draw_token_trend(ax: Axes, trend: Trend, what: str) -> None:
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
 
 
-def law_text(law: PowerLaw | PlaneLaw, variable: str = "N") -> str:
-    """A power law as text: prefactor, variables, and exponents with their intervals."""
-    factor = law.at(1.0, 1.0).mean if isinstance(law, PlaneLaw) else law.prefactor.mean
-    text = f"{factor:.3g}" if 1e-3 <= factor < 1e4 else scientific(factor, 3)
-    if isinstance(law, PlaneLaw):
-        a, b = (bracketed(e, ".3f") for e in law.exponents)
-        return f"{text}·Nᵃ·Dᵇ, a = {a}, b = {b}"
-    return f"{text}·{variable}ᵅ, α = {bracketed(law.slope, '.3f')}"
+def _draw_law(ax: Axes, x: Floats, values: Sequence[Interval], color: ColorType) -> None:
+    """Draw the values of a law as a dashed line, with a band if they have intervals."""
+    mean, low, high = np.array([(v.mean, v.low, v.high) for v in values], float).T
+    ax.plot(x, mean, "--", color=color, lw=1.4, zorder=4)
+    if values[0].low is not None:
+        band(ax, x, low, high, color)
 
 
-def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend | None, what: str, color: str) -> PathCollection:
+def _draw_trend(ax: Axes, sizes: Sequence[SizeFit], trend: Trend, what: str, color: str) -> PathCollection:
     shades = LinearSegmentedColormap.from_list("excess", [color, PALE])
     points = [point for size in sizes for point in _grid_points(size, what)]
     order = sorted(points, key=lambda p: -p[2])  # the best on top
     n, y, excess = (np.array([p[i] for p in order]) for i in range(3))
     drawn = ax.scatter(n, y, c=excess, cmap=shades, norm=Normalize(0, EXCESS), s=30, edgecolors=INK, linewidths=0.3)
     optima = [(s.parameters, getattr(s.optimum, what)) for s in sizes if s.optimum is not None]
-    if trend is not None:
-        draw_law(ax, getattr(trend, what), np.geomspace(min(n) / 1.3, max(n) * 1.3, 60), color)
+    x, tokens = np.geomspace(min(n) / 1.3, max(n) * 1.3, 60), sizes[0].tokens  # the laws have no term for tokens
+    _draw_law(ax, x, [trend.at_best_batch(size, tokens)[what] for size in x], color)
     at = [p[0] for p in optima], [p[1] for p in optima]
     ax.plot(*at, "D", color="white", mec=INK, mew=1.3, ms=8, zorder=6)
     ax.plot(*at, "D", color=color, ms=4.5, zorder=7)
@@ -247,11 +306,3 @@ def _grid_points(size: SizeFit, what: str) -> list[tuple[float, float, float]]:
             best[value] = min(loss, best.get(value, math.inf))
     lowest = min(best.values(), default=1.0)
     return [(size.parameters, value, 100 * (loss / lowest - 1)) for value, loss in best.items()]
-
-
-def draw_law(ax: Axes, law: PowerLaw, x: Floats, color: str, name: str | None = None) -> None:
-    """Draw a power law as a dashed line with its 95 % band."""
-    mean, low, high = np.array([(v.mean, v.low, v.high) for v in map(law.at, x)], float).T
-    ax.plot(x, mean, "--", color=color, lw=1.5, label=name, zorder=4)
-    if law.freedom > 0:
-        band(ax, x, low, high, color)

@@ -1,25 +1,22 @@
-"""The best batch size and learning rate as functions of model size and tokens: the paper's two-stage interpolation.
+"""The best learning rate as a function of model size, tokens and batch size, and the best batch size of the first two.
 
-For each model size, budget and batch size, log loss over log learning rate is interpolated and minimised. The minima
-are then interpolated and minimised over log batch size in the same way, and the rate is read off the interpolated curve
-of the best rates. A minimum at the edge of its grid does not count: it is flagged and left out of the laws B*(N) and
-lr*(N), or B*(N, D) and lr*(N, D) if sizes were trained on several budgets D.
+For each model size N, budget D and batch size B, log loss over log learning rate is interpolated and minimised; the
+minima give the law lr*(N, D, B). Where a size and budget has at least three, they are interpolated and minimised over
+log batch size in the same way, the paper's second stage; these optima give the law B*(N, D), and the rate at the best
+batch size follows. A minimum at the edge of its grid does not count: it is flagged and left out of the laws.
 """
 
-import contextlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from angpt.errors import UserError
 from angpt.fits.interpolate import Curve
 from angpt.fits.plane import PlaneLaw, fit_plane
-from angpt.fits.powerlaw import Floats, PowerLaw, fit_power_law
 from angpt.fits.records import Cell, Record, RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Interval, edge
@@ -27,6 +24,8 @@ from angpt.stats import Interval, edge
 T = TypeVar("T")
 SAME_BUDGET = 0.05
 """Relative difference in tokens per parameter up to which budgets are the same."""
+SETTINGS = {"parameters": "N", "tokens": "D", "batch_tokens": "B"}
+"""What the laws depend on, and its symbols."""
 END = {-1: "low", 1: "high"}
 """Names of the edges of a grid."""
 
@@ -93,34 +92,52 @@ class SizeFit:
 
 
 @dataclass(frozen=True)
-class LeftOut:
-    """Prediction for one size and budget from the laws of the others, divided by the optimum found there."""
+class Best:
+    """A best value, and the settings that it belongs to: SETTINGS for a learning rate, without the last for a batch."""
 
-    parameters: float
-    tokens: float
-    batch_tokens: Interval
-    lr: Interval
+    settings: dict[str, float]
+    value: float
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """A law, the best values that it is fitted to, and how well each is predicted by the others."""
+
+    law: PlaneLaw
+    points: tuple[Best, ...]
+    left_out: tuple[Interval | None, ...]
+    """For each point, the prediction from the others divided by the value; None if the others have no such law."""
+
+    def check(self, settings: dict[str, float]) -> Interval | None:
+        """The element of `left_out` for these settings."""
+        return next((left for p, left in zip(self.points, self.left_out, strict=True) if p.settings == settings), None)
+
+    @property
+    def sizes(self) -> list[float]:
+        return sorted({point.settings["parameters"] for point in self.points})
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The laws of one architecture: B*(N) and lr*(N), or B*(N, D) and lr*(N, D)."""
+    """The laws of one architecture."""
 
     architecture: str
-    batch_tokens: PowerLaw | PlaneLaw
-    lr: PowerLaw | PlaneLaw
-    optima: tuple[SizeFit, ...]
-    """The sizes and budgets with an optimum, which the laws are fitted to."""
-    leave_one_out: tuple[LeftOut, ...]
-
-    @property
-    def sizes(self) -> list[float]:
-        return sorted({size.parameters for size in self.optima})
+    lr: FittedLaw
+    """lr*(N, D, B), with terms for what varies."""
+    batch_tokens: FittedLaw | None
+    """B*(N, D); None without optima over batch sizes."""
 
     @property
     def with_tokens(self) -> bool:
-        """True if the laws have a term for tokens."""
-        return isinstance(self.lr, PlaneLaw)
+        """True if the law of the learning rate has a term for tokens."""
+        return "tokens" in self.lr.law.center
+
+    def at_best_batch(self, parameters: float, tokens: float) -> dict[str, Interval]:
+        """`batch_tokens`, B*(N, D), and `lr`, the learning rate at that batch size (its interval is for this batch)."""
+        assert self.batch_tokens is not None
+        settings = {"parameters": parameters, "tokens": tokens}
+        batch = self.batch_tokens.law.at(settings)
+        return {"batch_tokens": batch, "lr": self.lr.law.at({**settings, "batch_tokens": batch.mean})}
 
 
 @dataclass(frozen=True)
@@ -147,17 +164,19 @@ def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
         for n in sorted({c.record.parameters for c in mine}):
             budgets = by_budget([c for c in mine if c.record.parameters == n])
             for group in budgets:
-                best, count = _best_settings(group)
+                best, chosen = _best_settings(group)
                 found.append(replace(fit_size(best, diverged), budgets=len(budgets)))
-                several += count
+                several += chosen
         sizes += found
         trend = fit_trend(architecture, found)
         if isinstance(trend, str):
             notes.append(f"{label(architecture)}: {trend}")
         else:
             trends.append(trend)
-            if trend.lr.freedom < 1:
-                notes.append(f"{label(architecture)}: only {len(trend.optima)} optima: the laws have no interval")
+            for what, fitted in (("learning rate", trend.lr), ("batch size", trend.batch_tokens)):
+                if fitted is not None and fitted.law.freedom < 1:
+                    count = len(fitted.points)
+                    notes.append(f"{label(architecture)}: {count} values: the law of the {what} has no interval")
     if several:
         notes.append(f"{several:,} points were run with several other settings (such as β₂); the best of each is taken")
     for size in sizes:
@@ -280,39 +299,45 @@ def _minimum(lrs: Sequence[float], losses: Sequence[float], diverged: Sequence[f
 
 
 def fit_trend(architecture: str, sizes: Sequence[SizeFit]) -> Trend | str:
-    """The laws through the optima, and the prediction for each of them from the others, or why there is no law."""
-    found = [(size, size.optimum) for size in sizes if size.optimum is not None]
-    several = any(size.budgets > 1 for size in sizes)
-    counts = sorted({size.parameters for size in sizes})
-    if len(counts) < 2 and not several:
-        return f"all runs have {quantity(counts[0])} parameters; a law needs at least two sizes, an interval three"
-    n, d = (np.array([getattr(size, name) for size, _ in found]) for name in ("parameters", "tokens"))
-    least = 3 if several else 2
-    if len(found) < least:
-        what = "sizes and budgets" if several else "sizes"
-        return f"{len(found)} of {len(sizes)} {what} have an optimum inside their grid, {least} are needed: no law"
-    values = np.array([(o.batch_tokens, o.lr) for _, o in found]).T
-
-    def law(y: Floats, chosen: NDArray[np.bool_]) -> PowerLaw | PlaneLaw:
-        return fit_plane(n[chosen], d[chosen], y[chosen]) if several else fit_power_law(n[chosen], y[chosen])
-
-    def left_out(i: int) -> LeftOut:
-        others = np.arange(len(n)) != i
-        predictions = (predict(law(y, others), n[i], d[i], new=True).times(1 / y[i]) for y in values)
-        return LeftOut(float(n[i]), float(d[i]), *predictions)
-
-    every = np.full(len(n), True)
-    try:
-        batch, lr = (law(y, every) for y in values)
-    except ValueError:
-        return "the sizes and budgets with an optimum lie on one line; choose a budget with --multiple, or train others"
-    checks = []
-    if len(n) > least:
-        with contextlib.suppress(ValueError):  # without one of them, the others lie on a line
-            checks = [left_out(i) for i in range(len(n))]
-    return Trend(architecture, batch, lr, tuple(size for size, _ in found), tuple(checks))
+    """The laws of the best learning rate and batch size, or why there is none."""
+    rates, batches = [], []
+    for size in sizes:
+        of_size = size.parameters, size.tokens
+        for s in size.sweeps:
+            if s.minimum is not None:
+                rates.append(Best(dict(zip(SETTINGS, (*of_size, s.batch_tokens), strict=True)), s.minimum.lr))
+        if size.optimum is not None:
+            batches.append(Best(dict(zip(SETTINGS, of_size, strict=False)), size.optimum.batch_tokens))
+    lr = fit_law(rates)
+    if lr is None:
+        return f"{len(rates)} of {sum(len(size.sweeps) for size in sizes)} sweeps have a best rate inside: no law"
+    return Trend(architecture, lr, fit_law(batches))
 
 
-def predict(law: PowerLaw | PlaneLaw, parameters: float, tokens: float, new: bool = False) -> Interval:
-    """The value of a law for a size and a budget."""
-    return law.at(parameters, tokens, new) if isinstance(law, PlaneLaw) else law.at(parameters, new)
+def fit_law(points: Sequence[Best]) -> FittedLaw | None:
+    """The law of best values, with the check by leaving each out in turn; None for fewer than two.
+
+    It has a term for a setting that varies where those before it are equal: for tokens if a size was trained on several
+    budgets, for the batch size if a size and budget has several. The effects of these settings can be told apart.
+    """
+    if len(points) < 2:
+        return None
+    names, terms = list(points[0].settings), []
+    for i, name in enumerate(names):
+        found = defaultdict(set)
+        for point in points:
+            found[tuple(point.settings[other] for other in names[:i])].add(point.settings[name])
+        if any(len(values) > 1 for values in found.values()):
+            terms.append(name)
+
+    def law(chosen: Sequence[Best]) -> PlaneLaw:
+        return fit_plane({name: [p.settings[name] for p in chosen] for name in terms}, [p.value for p in chosen])
+
+    def left_out(i: int) -> Interval | None:
+        try:
+            others = law([*points[:i], *points[i + 1 :]])
+        except ValueError:
+            return None
+        return others.at(points[i].settings, new=True).times(1 / points[i].value)
+
+    return FittedLaw(law(points), tuple(points), tuple(left_out(i) for i in range(len(points))))

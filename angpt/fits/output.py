@@ -12,7 +12,7 @@ import numpy as np
 from angpt.errors import UserError
 from angpt.fits.binned import Binned
 from angpt.fits.frontier import Frontier
-from angpt.fits.hparams import HparamFit
+from angpt.fits.hparams import SETTINGS, HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
 from angpt.fits.plane import PlaneLaw
@@ -118,38 +118,37 @@ def estimate_text(value: Interval | None, form: str = ".4f") -> str:
 
 
 def hparam_tables(fit: HparamFit) -> list[Table]:
-    """Optima, laws, and the leave-one-out check."""
-    optima = []
+    """Best learning rates and batch sizes, each with its prediction from the others, and the laws."""
+    checked = "from the others ÷ found"
+    trends = {t.architecture: t for t in fit.trends}
+    rates, batches = [], []
     for s in fit.sizes:
-        found = ("none", "none", "")
+        model = f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens)
+        trend = trends.get(s.architecture)
+        settings = {"parameters": s.parameters, "tokens": s.tokens}
+        for sweep in s.sweeps:
+            found = ("none", "", "")
+            if (m := sweep.minimum) is not None:
+                check = trend.lr.check({**settings, "batch_tokens": sweep.batch_tokens}) if trend else None
+                found = f"{m.lr:.4g}", f"{m.loss:.4f}", estimate_text(check, ".2f")
+            rates.append((*model, quantity(sweep.batch_tokens), *found))
         if (o := s.optimum) is not None:
-            found = (f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}")
-        optima.append((f"{label(s.architecture)} {quantity(s.parameters)}", quantity(s.tokens), *found))
-    laws, planes, checks = [], [], []
-    for t in fit.trends:
-        name = label(t.architecture)
-        for what, law in (("B*", t.batch_tokens), ("lr*", t.lr)):
-            if isinstance(law, PlaneLaw):
-                cells = (estimate_text(law.at(1.0, 1.0), ".3g"), *map(estimate_text, law.exponents))
-                planes.append((f"{name} {what}(N, D)", *cells, str(len(t.optima))))
-            else:
-                cells = estimate_text(law.prefactor, ".4g"), estimate_text(law.slope)
-                laws.append((f"{name} {what}(N)", *cells, str(len(t.optima))))
-        for left in t.leave_one_out:
-            tokens = f", {quantity(left.tokens)} tokens" if t.with_tokens else ""
-            ratios = estimate_text(left.batch_tokens, ".2f"), estimate_text(left.lr, ".2f")
-            checks.append((f"{name} {quantity(left.parameters)}{tokens}", *ratios))
-    columns = ("model", "tokens", "batch tokens", "learning rate", "loss")
-    title = "Each left out: prediction from the others ÷ optimum found"
+            check = trend.batch_tokens.check(settings) if trend and trend.batch_tokens else None
+            cells = f"{o.batch_tokens:,.0f}", f"{o.lr:.4g}", f"{o.loss:.4f}", estimate_text(check, ".2f")
+            batches.append((*model, *cells))
+    laws = [
+        (f"{label(t.architecture)} {what}*({', '.join(SETTINGS[name] for name in exponents)})",
+         *(estimate_text(exponents.get(name), ".3f") for name in SETTINGS), str(len(fitted.points)))
+        for t in fit.trends
+        for what, fitted in (("lr", t.lr), ("B", t.batch_tokens))
+        if fitted is not None
+        for exponents in [fitted.law.exponents]
+    ]  # fmt: skip
+    title = "Laws over parameters N, tokens D and tokens per step B: exponents with 95 % intervals"
     tables = (
-        Table(columns, optima, "Optima"),
-        Table(("law", "prefactor", "exponent", "sizes"), laws, "Laws over the parameters N, with 95 % intervals"),
-        Table(
-            ("law", "prefactor", "exponent of N", "exponent of D", "n"),
-            planes,
-            "Laws over the parameters N and the tokens D, with 95 % intervals",
-        ),
-        Table(("model", "batch size", "learning rate"), checks, title),
+        Table(("model", "tokens", "batch tokens", "best rate", "loss", checked), rates, "Best learning rates"),
+        Table(("model", "tokens", "best batch", "rate", "loss", checked), batches, "Best batch sizes"),
+        Table(("law", "exponent of N", "exponent of D", "exponent of B", "n"), laws, title),
     )
     return [table for table in tables if table.rows]
 

@@ -1,7 +1,8 @@
-"""Power laws of two variables, y = y₀ · N^a · D^b, by regression of logarithms, with intervals by Student's t."""
+"""Power laws of several variables, y = y₀ · Nᵃ · Dᵇ · Bᶜ, by regression of logarithms, with Student's intervals."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,49 +14,54 @@ from angpt.stats import Interval
 
 @dataclass(frozen=True)
 class PlaneLaw:
-    """y = exp(level) · (N / exp(center₀))^a · (D / exp(center₁))^b."""
+    """y = exp(level) · the product over the variables x of (x / exp(center))^exponent."""
 
-    center: tuple[float, float]
-    theta: Floats
-    """level, a and b."""
-    covariance: Floats
+    center: dict[str, float]
+    """Mean logarithm of each variable, by its name."""
+    theta: tuple[float, ...]
+    """The level and the exponents, in the order of `center`."""
+    covariance: Floats = field(compare=False)
     freedom: int
     """Degrees of freedom of the covariance."""
     deviation: float
     """Standard deviation of log y around the plane."""
 
-    def at(self, parameters: float, tokens: float, new: bool = False) -> Interval:
-        """y with its confidence interval, or with the prediction interval of a `new` point."""
-        gradient = np.array([1.0, math.log(parameters) - self.center[0], math.log(tokens) - self.center[1]])
+    def at(self, values: Mapping[str, float], new: bool = False) -> Interval:
+        """y with its confidence interval, or with the prediction interval of a `new` point.
+
+        Values of variables that the law does not have are ignored.
+        """
+        gradient = np.array([1.0, *(math.log(values[name]) - center for name, center in self.center.items())])
         variance = float(gradient @ self.covariance @ gradient) + (self.deviation**2 if new else 0.0)
-        return Interval.around(float(gradient @ self.theta), math.sqrt(max(0.0, variance)), self.freedom).exp()
+        mean = float(gradient @ np.array(self.theta))
+        return Interval.around(mean, math.sqrt(max(0.0, variance)), self.freedom).exp()
 
     @property
-    def exponents(self) -> tuple[Interval, Interval]:
-        """The exponents of N and D."""
+    def exponents(self) -> dict[str, Interval]:
+        """The exponent of each variable."""
         errors = np.sqrt(np.maximum(0.0, np.diag(self.covariance)))
-        of_size, of_tokens = (Interval.around(float(self.theta[i]), float(errors[i]), self.freedom) for i in (1, 2))
-        return of_size, of_tokens
+        found = zip(self.center, self.theta[1:], errors[1:], strict=True)
+        return {name: Interval.around(value, float(error), self.freedom) for name, value, error in found}
+
+    @property
+    def prefactor(self) -> Interval:
+        return self.at(dict.fromkeys(self.center, 1.0))
 
     def summary(self) -> dict[str, Any]:
         """The law as fields of a JSON file."""
-        return {
-            "prefactor": self.at(1.0, 1.0),
-            "parameters_exponent": self.exponents[0],
-            "tokens_exponent": self.exponents[1],
-            "freedom": self.freedom,
-            "deviation_of_log": self.deviation,
-        }
+        names = ("prefactor", "exponents", "freedom")
+        return {**{name: getattr(self, name) for name in names}, "deviation_of_log": self.deviation}
 
 
-def fit_plane(parameters: ArrayLike, tokens: ArrayLike, y: ArrayLike) -> PlaneLaw:
-    """Fit a power law of two variables by least squares; at least three points that lie on no line are needed."""
-    n, d, v = (np.log(np.asarray(values, float)) for values in (parameters, tokens, y))
-    center = float(n.mean()), float(d.mean())
-    design = np.column_stack([np.ones(len(v)), n - center[0], d - center[1]])
+def fit_plane(variables: Mapping[str, ArrayLike], y: ArrayLike) -> PlaneLaw:
+    """Fit a power law by least squares; the points must vary in as many directions as there are variables."""
+    logs = {name: np.log(np.asarray(values, float)) for name, values in variables.items()}
+    center, v = {name: float(x.mean()) for name, x in logs.items()}, np.log(np.asarray(y, float))
+    design = np.column_stack([np.ones(len(v)), *(x - center[name] for name, x in logs.items())])
     theta, _, rank, _ = np.linalg.lstsq(design, v, rcond=1e-9)
-    if rank < 3:
-        raise ValueError("a power law of two variables needs three points that lie on no line")
-    residual, freedom = v - design @ theta, len(v) - 3
+    if rank < design.shape[1]:
+        raise ValueError(f"the points do not tell the effects of {', '.join(variables)} apart")
+    residual, freedom = v - design @ theta, len(v) - design.shape[1]
     variance = float(residual @ residual) / freedom if freedom else 0.0
-    return PlaneLaw(center, theta, variance * np.linalg.inv(design.T @ design), freedom, math.sqrt(variance))
+    covariance = variance * np.linalg.inv(design.T @ design)
+    return PlaneLaw(center, tuple(map(float, theta)), covariance, freedom, math.sqrt(variance))

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from angpt.errors import UserError
-from angpt.fits.hparams import Trend, predict
+from angpt.fits.hparams import Trend
 from angpt.fits.plane import PlaneLaw
-from angpt.fits.powerlaw import PowerLaw
 from angpt.present.words import bracketed, quantity
 from angpt.serialization import from_dict, to_toml, toml_values
 from angpt.system import write_atomically
@@ -17,13 +16,16 @@ from angpt.training import plan
 from angpt.training.plan import ANCHOR, ANCHOR_TOKENS, Rule
 
 RULES = Path(plan.__file__).with_name("rules.toml")
+WORDS = {"parameters": "parameters", "tokens": "tokens", "batch_tokens": "tokens per step"}
+"""What the laws depend on, in words."""
 
 
 def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
     """Write the laws to the file of rules at `path` (new: a copy of the package's rules); return a line for each law.
 
-    A law replaces learning rate and batch size, the exponents below and above the anchor if the fit has models there,
-    and the exponents over tokens. Comments above the rule have the intervals.
+    The law of the learning rate replaces the rate at the anchor and its exponents, those over parameters below and
+    above the anchor if the fit has models there. A law of the batch size with an interval replaces batch size and
+    exponents likewise; otherwise the batch size stays. Comments above the rule have the intervals.
     """
     base = path if path.exists() else RULES
     try:
@@ -37,13 +39,18 @@ def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
         name = trend.architecture
         if name not in rules:
             raise UserError(f"--write-rules: no rule for {name}; rules exist for {', '.join(rules)}")
-        if trend.lr.freedom < 1:
+        law, sizes = trend.lr.law, trend.lr.sizes
+        if law.freedom < 1 or len(sizes) < 2:
             raise UserError(
-                f"--write-rules: {name} has {len(trend.optima)} optima, and a rule with intervals needs one more"
+                f"--write-rules: {name} has {len(trend.lr.points)} best rates for {len(sizes)} sizes; a rule needs two "
+                "sizes and an interval"
             )
         rules[name] = _rule(trend, rules[name])
-        sizes = f"{len(trend.sizes)} sizes from {quantity(trend.sizes[0])} to {quantity(trend.sizes[-1])}"
-        lines = [f"Fitted to {len(trend.optima)} optima, {sizes}, by: {source}", *_intervals(trend)]
+        span = f"{len(sizes)} sizes from {quantity(sizes[0])} to {quantity(sizes[-1])}"
+        lines = [
+            f"Fitted to {len(trend.lr.points)} best rates, {span}, by: {source}",
+            *_intervals(trend, rules[name].batch_tokens),
+        ]
         comments[name] = "".join(f"# {line}\n" for line in lines)
         done += [f"{name}: {line}" for line in lines]
     parts = [f"\n{comments.get(name, '')}{to_toml({name: _given(rule)}).lstrip()}" for name, rule in rules.items()]
@@ -73,46 +80,48 @@ def _comments(text: str) -> dict[str, str]:
     return found
 
 
-def _intervals(trend: Trend) -> list[str]:
+def _intervals(trend: Trend, batch: float) -> list[str]:
     """The laws at the anchor, with 95 % intervals."""
     lines = []
-    anchor = f"{quantity(ANCHOR)} parameters"
-    if trend.with_tokens:
-        anchor += f" and {quantity(ANCHOR_TOKENS)} tokens"
-    for what, law in (("lr", trend.lr), ("batch_tokens", trend.batch_tokens)):
-        value = bracketed(predict(law, ANCHOR, ANCHOR_TOKENS), ".3g" if what == "lr" else ",.0f")
-        if isinstance(law, PlaneLaw):
-            of_size, of_tokens = (bracketed(e, ".3f") for e in law.exponents)
-            lines.append(f"{what} = {value} at {anchor}, exponent {of_size} over parameters, {of_tokens} over tokens")
-        else:
-            lines.append(f"{what} = {value} at {anchor}, exponent {bracketed(law.slope, '.3f')} over parameters")
+    anchor = {"parameters": ANCHOR, "tokens": ANCHOR_TOKENS, "batch_tokens": batch}
+    for what, form, law in (("lr", ".3g", trend.lr.law), ("batch_tokens", ",.0f", _batch_law(trend))):
+        if law is not None:
+            place = ", ".join(f"{quantity(anchor[name])} {WORDS[name]}" for name in law.exponents)
+            exponents = ", ".join(f"{bracketed(e, '.3f')} over {WORDS[name]}" for name, e in law.exponents.items())
+            lines.append(f"{what} = {bracketed(law.at(anchor), form)} at {place}; exponents {exponents}")
     return lines
 
 
+def _batch_law(trend: Trend) -> PlaneLaw | None:
+    """The law of the batch size if it has an interval and a term for parameters."""
+    law = trend.batch_tokens.law if trend.batch_tokens is not None else None
+    return law if law is not None and law.freedom > 0 and "parameters" in law.center else None
+
+
 def _rule(trend: Trend, old: Rule) -> Rule:
-    lr, batch = trend.lr, trend.batch_tokens
-    exponents, tokens = zip(*(_exponents(law) for law in (lr, batch)), strict=True)
-    below, above = old.lr_exponents
+    anchor = {"parameters": ANCHOR, "tokens": ANCHOR_TOKENS}
+    rule, sizes = old, trend.lr.sizes
+    if (law := _batch_law(trend)) is not None:
+        rule = dataclasses.replace(
+            rule,
+            batch_tokens=round(law.at(anchor).mean),
+            batch_exponent=_exponent(law, "parameters"),
+            batch_tokens_exponent=_exponent(law, "tokens"),
+        )
+    law = trend.lr.law
+    of_size, (below, above) = _exponent(law, "parameters"), old.lr_exponents
     return dataclasses.replace(
-        old,
-        lr=_short(predict(lr, ANCHOR, ANCHOR_TOKENS).mean),
-        lr_exponents=(
-            exponents[0] if trend.sizes[0] < ANCHOR else below,
-            exponents[0] if trend.sizes[-1] > ANCHOR else above,
-        ),
-        lr_tokens_exponent=tokens[0],
-        batch_tokens=round(predict(batch, ANCHOR, ANCHOR_TOKENS).mean),
-        batch_exponent=exponents[1],
-        batch_tokens_exponent=tokens[1],
+        rule,
+        lr=_short(law.at({**anchor, "batch_tokens": rule.batch_tokens}).mean),
+        lr_exponents=(of_size if sizes[0] < ANCHOR else below, of_size if sizes[-1] > ANCHOR else above),
+        lr_tokens_exponent=_exponent(law, "tokens"),
+        lr_batch_exponent=_exponent(law, "batch_tokens"),
     )
 
 
-def _exponents(law: PowerLaw | PlaneLaw) -> tuple[float, float]:
-    """The exponents over parameters and tokens; a law over parameters alone includes tokens that grow with them."""
-    if isinstance(law, PlaneLaw):
-        of_size, of_tokens = law.exponents
-        return _short(of_size.mean), _short(of_tokens.mean)
-    return _short(law.exponent), 0.0
+def _exponent(law: PlaneLaw, name: str) -> float:
+    """The exponent, 0 if the law does not have it; that over parameters then includes what grows with them."""
+    return _short(law.exponents[name].mean) if name in law.center else 0.0
 
 
 def _short(value: float) -> float:

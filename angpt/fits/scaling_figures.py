@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from angpt.fits.frontier import Frontier
-from angpt.fits.hparam_figures import PALE, draw_law, law_text
+from angpt.fits.hparam_figures import PALE, factor_text
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.powerlaw import Floats, PowerLaw
 from angpt.fits.saturating import Saturating
@@ -56,7 +56,7 @@ def loss_over_compute(fit: ScalingFit) -> Chart:
                     bar.outline.set_visible(False)
             text = label(f.architecture)
             if law is not None:
-                _draw_loss_law(ax, law, f.sample.compute, color)
+                _draw_law(ax, law, f.sample.compute, color)
                 text += f": {loss_text(law)}"
             handles.append(
                 Line2D([], [], ls="--" if law else "none", lw=1.5, color=color, marker=look.marker, label=text)
@@ -126,7 +126,7 @@ def _draw_cloud(ax: Axes, f: ArchitectureFit, look: style.Look, alone: bool) -> 
                       marker=look.marker, s=20, alpha=alpha, linewidths=0, rasterized=len(s) > MANY)  # fmt: skip
 
 
-def _draw_loss_law(ax: Axes, law: PowerLaw | Saturating, compute: Floats, color: str) -> None:
+def _draw_law(ax: Axes, law: PowerLaw | Saturating, compute: Floats, color: str) -> None:
     x = np.geomspace(compute.min(), compute.max(), 80)
     mean, low, high = np.array([(v.mean, v.low, v.high) for v in map(law.log_at, x)], float).T
     ax.plot(x, np.exp(mean), "--", color=color, lw=1.5, zorder=3)
@@ -137,7 +137,7 @@ def _draw_loss_law(ax: Axes, law: PowerLaw | Saturating, compute: Floats, color:
 def loss_text(law: PowerLaw | Saturating) -> str:
     """The law of the loss in words."""
     if isinstance(law, PowerLaw):
-        return f"L = {law_text(law, 'C')}"
+        return f"L = {factor_text(law.prefactor.mean)}·Cᵅ, α = {bracketed(law.slope, '.3f')}"
     e, scale, alpha = law.estimates().values()
     return f"L = E + (C₀/C)ᵅ, E = {bracketed(e, '.2f')}, C₀ = {scientific(scale.mean)}, α = {bracketed(alpha, '.3f')}"
 
@@ -210,7 +210,7 @@ def _draw_optimum(ax: Axes, f: ArchitectureFit, name: str, color: str) -> None:
     ax.scatter(s.compute[order], getattr(s, name)[order], c=100 * above[order], cmap=shades, norm=Normalize(0, EXCESS),
                s=16, edgecolors=style.INK, linewidths=0.25, rasterized=len(s) > MANY)  # fmt: skip
     if isinstance(f.frontier, Frontier) and law is not None:
-        draw_law(ax, law, np.geomspace(*law.x, 60), color)
+        _draw_law(ax, law, np.array(law.x), color)
     if isinstance(f.isoflop, IsoFlop):
         at = [(lev.compute, getattr(lev.vertex, name)) for lev in f.isoflop.levels if lev.vertex is not None]
         ax.plot(*zip(*at, strict=True), "D", mec=style.INK, mfc="white", mew=1.2, ms=5, zorder=6)

@@ -75,18 +75,22 @@ def start_lines(grid: Grid, group: Group, config: StudyConfig, trials: bool = Fa
     (parameters, _), budget = count(model), budget_tokens(config, group)
     rule = rule_for(group.architecture)
     batch = rule.batch_at(parameters, budget, model.context)
-    lr = config.lrs.get(group.architecture) or rule.lr_at(parameters, budget)
-    rates = [_times(multiple(v, "lrs"), lr) if isinstance(v, str) else v for v in grid.lrs]
     batches = [
         _sequences(multiple(v, "batches") * batch, model.context) if isinstance(v, str) else v for v in grid.batches
     ]
-    if trials:
-        rates = [rounded(rates[0] * TUNING_RATIO ** (i - (grid.tune - 1) / 2)) for i in range(grid.tune)]
+    lines = {}
+    for tokens in sorted(set(batches)):
+        lr = config.lrs.get(group.architecture) or rule.lr_at(parameters, budget, tokens)
+        rates = [_times(multiple(v, "lrs"), lr) if isinstance(v, str) else v for v in grid.lrs]
+        if trials:
+            rates = [rounded(rates[0] * TUNING_RATIO ** (i - (grid.tune - 1) / 2)) for i in range(grid.tune)]
+        lines[tokens] = sorted(set(rates))
+    rates = [rate for line in lines.values() for rate in line]
     for name, values, limits in (("lr", rates, grid.lr_limits), ("batch", batches, grid.batch_limits)):
         for value in values if trials or not grid.tune else ():
             if limits and not limits[0] <= value <= limits[1]:
                 raise UserError(f"grid.{name}_limits: {value:g}, where {group.name} begins, lies outside them")
-    return {tokens: sorted(set(rates)) for tokens in sorted(set(batches))}
+    return lines
 
 
 def lr_limits(grid: Grid, start: Mapping[int, list[float]]) -> tuple[float, ...]:
@@ -175,10 +179,11 @@ def _sequences(tokens: float, context: int) -> int:
 
 def largest_lines(start: Mapping[int, list[float]], grid: Grid) -> dict[int, list[float]]:
     """The largest extent of the lines within their limits, for an upper bound of the cost."""
-    rates = sorted({rate for line in start.values() for rate in line})
-    batches = _lattice([float(batch) for batch in sorted(start)], grid.batch_limits, "batch_limits")
-    grown = [r if r in rates else rounded(r) for r in _lattice(rates, lr_limits(grid, start), "lr_limits")]
-    return {round(batch): grown for batch in batches}
+    limits, grown = lr_limits(grid, start), {}
+    for batch in _lattice([float(batch) for batch in sorted(start)], grid.batch_limits, "batch_limits"):
+        rates = start[min(start, key=lambda other: abs(math.log(other / batch)))]
+        grown[round(batch)] = [r if r in rates else rounded(r) for r in _lattice(rates, limits, "lr_limits")]
+    return grown
 
 
 def _lattice(values: list[float], limits: tuple[float, ...], name: str) -> list[float]:

@@ -36,21 +36,24 @@ class Rule:
     warmup: float
     lr_tokens_exponent: float = 0.0
     """Exponent of the learning rate over the number of training tokens."""
+    lr_batch_exponent: float = 0.0
+    """Exponent of the learning rate over the tokens per step."""
     batch_tokens_exponent: float = 0.0
     adam_lr: float | None = None
-    """Beside Muon: the learning rate of Adam, with the same exponent over tokens, for all sizes."""
+    """Beside Muon: the learning rate of Adam, for all sizes and batches."""
+    adam_lr_tokens_exponent: float = 0.0
 
-    def lr_at(self, parameters: int, budget: int) -> float:
-        """Peak learning rate for a number of training tokens, rounded to two digits, the precision of the rule."""
-        exponent = self.lr_exponents[parameters > ANCHOR]
-        return rounded(self.lr * (parameters / ANCHOR) ** exponent * self._tokens_factor(budget))
+    def lr_at(self, parameters: int, budget: int, batch_tokens: int) -> float:
+        """Peak learning rate for a number of training tokens and a batch, rounded to two digits."""
+        of_size = (parameters / ANCHOR) ** self.lr_exponents[parameters > ANCHOR]
+        of_tokens = (budget / ANCHOR_TOKENS) ** self.lr_tokens_exponent
+        return rounded(self.lr * of_size * of_tokens * (batch_tokens / self.batch_tokens) ** self.lr_batch_exponent)
 
     def adam_lr_at(self, budget: int) -> float | None:
         """Peak learning rate of Adam beside Muon."""
-        return None if self.adam_lr is None else rounded(self.adam_lr * self._tokens_factor(budget))
-
-    def _tokens_factor(self, budget: int) -> float:
-        return (budget / ANCHOR_TOKENS) ** self.lr_tokens_exponent
+        if self.adam_lr is None:
+            return None
+        return rounded(self.adam_lr * (budget / ANCHOR_TOKENS) ** self.adam_lr_tokens_exponent)
 
     def batch_at(self, parameters: int, budget: int, context: int) -> int:
         """Tokens per step for a number of training tokens, rounded to a power of two sequences."""
@@ -192,7 +195,7 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         raise UserError(f"micro_batch = {micro_batch} does not divide the {sequences} sequences of a step")
     steps = max(1, round(budget / batch_tokens))
     on_gpu, tenth = device.type == "cuda", math.ceil(steps / 10)
-    rates = {"lr": rule.lr_at(parameters, budget), "adam_lr": rule.adam_lr_at(budget)}
+    rates = {"lr": rule.lr_at(parameters, budget, batch_tokens), "adam_lr": rule.adam_lr_at(budget)}
     optimizer = _filled(cfg.optimizer, **rates, weight_decay=rule.weight_decay, warmup=rule.warmup)
     resolved = _filled(
         dataclasses.replace(cfg, optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch),

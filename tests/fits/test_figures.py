@@ -7,7 +7,7 @@ from matplotlib.collections import PathCollection
 
 from angpt.fits.compute import Counting
 from angpt.fits.curve_figures import LEVELS, SIZES, isoflop_curves, parametric_law
-from angpt.fits.hparam_figures import sweeps, token_trends, trends
+from angpt.fits.hparam_figures import rates, sweeps, token_trends, trends
 from angpt.fits.hparams import fit_hparams
 from angpt.fits.records import Record, average
 from angpt.fits.scaling import Options, fit_scaling
@@ -145,7 +145,7 @@ def test_figures_of_hyper_parameters():
         average(sweep_records(Valley(tokens=(0.4, -0.3)), MODELS[:3], 0.001, multiples=(5.0, 20.0, 60.0)))
     )
     with styled():
-        for chart in (sweeps(one), trends(one), sweeps(two), token_trends(two)):
+        for chart in (sweeps(one), rates(one), trends(one), sweeps(two), rates(two), token_trends(two)):
             assert "^" not in chart.caption
             figure = chart.draw(False)
             figure.draw_without_rendering()

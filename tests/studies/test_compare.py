@@ -98,7 +98,7 @@ def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_pat
     for name in found:
         mine = [j.config.optimizer.lr for j in jobs if j.config.model.architecture == name]
         model = dataclasses.replace(study.config.train.model, architecture=name)
-        centre = rule_for(name).lr_at(count(model)[0], 2048)
+        centre = rule_for(name).lr_at(count(model)[0], 2048, jobs[0].config.batch_tokens)
         assert mine == pytest.approx([centre / 2, centre, centre * 2], rel=0.01)
     assert len(study.planned()) == 9 + 3 * 2 * 2
 
@@ -337,7 +337,7 @@ def test_names(data, tmp_path):
     study = compare(data, tmp_path, architectures=names, budgets=("1.5M",), seeds=(2,), tune=1)
     folders = [job.folder.name for job in runs(study)]
     assert folders == ["gpt+-1.5M-s2", "angpt-no-lerp-1.5M-s2", "angpt-no-lerp-muon-1.5M-s2"]
-    assert re.fullmatch(r"angpt-no-lerp-lr0\.0\d+", trials(study)[1].folder.name)
+    assert re.fullmatch(r"angpt-no-lerp-lr0\.\d+", trials(study)[1].folder.name)
 
 
 def test_two_learning_rates_never_share_a_name(data, tmp_path):

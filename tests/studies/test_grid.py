@@ -97,11 +97,12 @@ def test_multiples_are_of_the_rule(read, architecture):
     group = Group(architecture, "125M", "2.048k")
     model = run_config(config, Point(group, 128, 1.0, 0)).model
     rule, (parameters, _) = rule_for(architecture), count(model)
-    lr, batch = rule.lr_at(parameters, 2048), rule.batch_at(parameters, 2048, 2048)
+    batch = rule.batch_at(parameters, 2048, 2048)
     lines = start_lines(config.grid[0], group, config)
     assert list(lines) == sorted([4096, batch // 2, 2 * batch])
-    for rates in lines.values():
-        assert rates == pytest.approx([lr / 2, lr, 1.0], rel=0.005)
+    for tokens, rates in lines.items():
+        lr = rule.lr_at(parameters, 2048, tokens)
+        assert rates == pytest.approx(sorted([lr / 2, lr, 1.0]), rel=0.005)
 
 
 def test_multiples_are_of_the_rates_of_the_study_where_it_has_some(read):
@@ -195,6 +196,9 @@ def test_the_largest_grid(read):
     lines = largest_lines(start, config.grid[0])
     assert list(lines) == [64, 128, 256, 512]
     assert lines[64] == pytest.approx([0.001, 0.004, 0.016, 0.064, 0.256])
+    lines = largest_lines({128: [0.004, 0.016], 256: [0.008, 0.032]}, config.grid[0])  # rates that follow the batch
+    assert lines[64] == lines[128] == pytest.approx([0.001, 0.004, 0.016, 0.064, 0.256])
+    assert lines[512] == lines[256] == pytest.approx([0.002, 0.008, 0.032, 0.128])
 
 
 @pytest.mark.parametrize(

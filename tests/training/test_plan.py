@@ -58,35 +58,41 @@ def test_defaults_of_the_architectures():
 def test_rules_are_power_laws_anchored_at_32m():
     rule = Rule(lr=8e-3, lr_exponents=(0.25, -0.5), batch_tokens=2**17, batch_exponent=0.5, weight_decay=0, warmup=0)
     tokens = 100_000_000
-    assert rule.lr_at(32_000_000, tokens) == 8e-3
-    assert rule.lr_at(128_000_000, tokens) == 4e-3
-    assert rule.lr_at(2_000_000, tokens) == 4e-3
-    assert rule.lr_at(32_000_000, 16 * tokens) == 8e-3  # no exponent over tokens
+    assert rule.lr_at(32_000_000, tokens, 2**17) == 8e-3
+    assert rule.lr_at(128_000_000, tokens, 2**17) == 4e-3
+    assert rule.lr_at(2_000_000, tokens, 2**17) == 4e-3
+    assert rule.lr_at(32_000_000, 16 * tokens, 2**19) == 8e-3  # no exponent over tokens and batch
     assert rule.batch_at(32_000_000, tokens, 2048) == 2**17
     assert rule.batch_at(128_000_000, tokens, 2048) == 2**18
     assert rule.adam_lr_at(tokens) is None
-    over_tokens = replace(rule, lr_tokens_exponent=-0.5, batch_tokens_exponent=0.5, adam_lr=2e-3)
-    assert over_tokens.lr_at(32_000_000, 16 * tokens) == 2e-3
-    assert over_tokens.adam_lr_at(16 * tokens) == 5e-4
+    over_tokens = replace(rule, lr_tokens_exponent=-0.5, lr_batch_exponent=1.5, batch_tokens_exponent=0.5, adam_lr=2e-3)
+    assert over_tokens.lr_at(32_000_000, 16 * tokens, 2**17) == 2e-3
+    assert over_tokens.lr_at(32_000_000, 16 * tokens, 2**15) == 2.5e-4  # a quarter of the rule's batch
+    assert over_tokens.adam_lr_at(16 * tokens) == 2e-3
+    assert replace(over_tokens, adam_lr_tokens_exponent=-0.25).adam_lr_at(16 * tokens) == 1e-3
     assert over_tokens.batch_at(32_000_000, 4 * tokens, 2048) == 2**18
-    assert over_tokens.lr_at(32_000_000, 10_000 * tokens) == 8e-5  # not clamped to what was measured
+    assert over_tokens.lr_at(32_000_000, 10_000 * tokens, 2**17) == 8e-5  # not clamped to what was measured
     assert rule_for("angpt/no-lerp") == rule_for("angpt")
 
 
 @pytest.mark.parametrize("recipe", read_rules())
 def test_any_rule_can_have_a_term_for_tokens(recipe, monkeypatch):
-    """Of any architecture and optimizer, and of variants: four times the tokens, half the rates, twice the batch."""
-    rule = replace(read_rules()[recipe], lr_tokens_exponent=-0.5, batch_tokens_exponent=0.5)
+    """Of any architecture and optimizer, and of variants: with four times the tokens the batch is twice as large and
+    Adam's rate beside Muon half; the rate is a quarter by its tokens, times √2 by its batch."""
+    exponents = {"lr_tokens_exponent": -1.0, "lr_batch_exponent": 0.5, "batch_tokens_exponent": 0.5}
+    rule = replace(read_rules()[recipe], **exponents, adam_lr_tokens_exponent=-0.5)
     monkeypatch.setattr("angpt.training.plan.read_rules", lambda: {recipe: rule})
     architecture, colon, optimizer = recipe.partition(":")
     for name in (name for name in ARCHITECTURES if name.partition("/")[0] == architecture):
         cfg = small("x", batch_tokens=None, micro_batch=None, optimizer__lr=None).with_recipe(name + colon + optimizer)
         few, many = (make_plan(replace(cfg, tokens=tokens)) for tokens in ("20M", "80M"))
-        assert many.peak_lr == pytest.approx(few.peak_lr / 2, rel=0.1)  # both rounded to two digits
+        assert many.peak_lr == pytest.approx(few.peak_lr / 4 * math.sqrt(2), rel=0.1)  # both rounded to two digits
+        smaller = make_plan(replace(cfg, tokens="80M", batch_tokens=many.batch_tokens // 4))
+        assert smaller.peak_lr == pytest.approx(many.peak_lr / 2, rel=0.1)  # follows --batch-tokens
         assert many.batch_tokens == 2 * few.batch_tokens
         if optimizer:
             assert many.config.optimizer.adam_lr == pytest.approx(few.config.optimizer.adam_lr / 2, rel=0.1)
-        assert few.peak_lr == pytest.approx(rule.lr_at(few.parameters, 10**8) * math.sqrt(5), rel=0.1)
+        assert few.peak_lr == pytest.approx(rule.lr_at(few.parameters, 10**8, few.batch_tokens) * 5, rel=0.1)
 
 
 def test_a_written_plan_gives_the_same_plan_again(tmp_path):
