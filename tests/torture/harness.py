@@ -5,6 +5,7 @@ Processes are forked from a server that has imported everything, so that a case 
 
 import codecs
 import contextlib
+import faulthandler
 import fcntl
 import gc
 import hashlib
@@ -110,6 +111,12 @@ class Command:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def stack(self) -> str:
+        """What it has written to standard error, and where its threads are."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return os.read(self.read[1], PIPE_BYTES).decode(errors="replace")
+
     def wait(self, seconds: float = SECONDS) -> Outcome | None:
         """How it ended; None if it has not after so many seconds."""
         self.process.join(seconds)
@@ -144,6 +151,7 @@ def _child(folder: Path, args: list[str], limits: Limits, pipes: list[str]) -> N
     for number, name in enumerate([os.devnull, *pipes]):
         os.dup2(os.open(name, os.O_WRONLY if number else os.O_RDONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+    faulthandler.register(signal.SIGUSR1)
     os.chdir(folder)
     os.environ |= limits.environment
     for kind, value in ((resource.RLIMIT_FSIZE, limits.file_bytes), (resource.RLIMIT_AS, limits.memory_bytes)):
@@ -177,9 +185,10 @@ def run(folder: Path, *args: object, limits: Limits | None = None, seconds: floa
     command = Command(folder, args, limits or Limits())
     outcome = command.wait(seconds)
     if outcome is None:
+        stack = command.stack()
         command.kill()
         command.wait()
-        return Outcome(-signal.SIGALRM, "", f"hangs: angpt {' '.join(map(str, args))}")
+        return Outcome(-signal.SIGALRM, "", f"hangs: angpt {' '.join(map(str, args))}\n{stack}")
     return outcome
 
 

@@ -109,7 +109,7 @@ def test_ranks(material, undisturbed_ranks, seed):
         CASES["kills of ranks"] += 1
         for number, process in enumerate(processes):
             outcome = process.wait()
-            assert outcome is not None, f"rank {number} hangs after {killed} were killed"
+            assert outcome is not None, f"rank {number} hangs after {killed} were killed: {process.stack()}"
             assert number in killed or outcome.problem is None, outcome
         train_on_ranks(folder, *again(folder, *options))
         check_end(folder, expected)
