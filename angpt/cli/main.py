@@ -23,6 +23,7 @@ from angpt.cli.data import info, prepare
 from angpt.cli.evaluation import evaluate
 from angpt.cli.fits import hparams, scaling
 from angpt.cli.inference import export_hf, fold_command, generate_command, import_hf
+from angpt.cli.serving import serve_command
 from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
 from angpt.cli.train import train_command
 from angpt.config import SIZES, ModelConfig
@@ -36,6 +37,7 @@ EXTRAS = {
     "data": ("datasets", "pyarrow"),
     "eval": ("lm_eval", "transformers"),
     "slurm": ("submitit",),
+    "serve": ("aiohttp",),
 }
 """Optional packages, by the extra that installs them."""
 
@@ -220,6 +222,7 @@ def make_app(args: Sequence[str]) -> SubcommandApp:
     single("analyze", analyze)
     single("eval", evaluate)
     single("generate", generate_command)
+    single("serve", serve_command)
     single("fold", fold_command)
     several("export", "Export a model: hf, a folder for Hugging Face transformers.", hf=export_hf)
     several("import", "Import an exported model: hf, from a folder for Hugging Face transformers.", hf=import_hf)

@@ -4,7 +4,7 @@ A step attends to as many slots of the cache as the longest row needs, rounded u
 length. Between two tokens the host only launches the graph.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import islice
 from typing import Any, get_args
@@ -55,6 +55,27 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
             return partial(decode_step, model)
         case _:
             raise UserError(f"unknown step {step!r}: {nearest(step, get_args(Step))}")
+
+
+def shown_slots(longest: int, slots: int) -> int:
+    """Number of slots that a step attends to if the longest row has this many tokens: a power of two, or all."""
+    return min(max(FEWEST_SLOTS, 1 << longest.bit_length()), slots)
+
+
+def record(
+    run: Callable[[], None], warm_up: Callable[[], None], others: Iterable[torch.cuda.CUDAGraph]
+) -> torch.cuda.CUDAGraph:
+    """A function as a CUDA graph, which shares the memory of other graphs that never run at the same time."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARMUP_STEPS):
+            warm_up()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=next((other.pool() for other in others), None)):
+        run()
+    return graph
 
 
 class Engine:
@@ -109,8 +130,8 @@ class Engine:
         self.longest += 1
 
     def shown(self) -> int:
-        """Number of slots that the next step attends to: a power of two, or all."""
-        return min(max(FEWEST_SLOTS, 1 << self.longest.bit_length()), self.slots)
+        """Number of slots that the next step attends to."""
+        return shown_slots(self.longest, self.slots)
 
     def step(self, shown: int) -> None:
         """A whole decode step, on tensors with fixed addresses."""
@@ -132,19 +153,13 @@ class Engine:
         """The step as a CUDA graph. Warm-up steps write to the cache only what the graph will write again."""
         state = [t for t in (self.tokens, self.positions, self.count, self.out, self.seen) if t is not None]
         saved = [t.clone() for t in state]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP_STEPS):
-                self.step(shown)
-                for tensor, value in zip(state, saved, strict=True):
-                    tensor.copy_(value)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        with torch.cuda.graph(graph, pool=pool):
+
+        def warm_up() -> None:
             self.step(shown)
-        return graph
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
+
+        return record(partial(self.step, shown), warm_up, self.graphs.values())
 
     def read(self, start: int) -> list[list[int]]:
         """The new tokens of every row from number `start` on. Waits for the device."""
