@@ -99,8 +99,8 @@ def read_request(body: bytes) -> Request:
             raise UserError(f"the body must be a JSON object, not {shown(values)}")
         given = {key: value for key, value in values.items() if value is not None}
         for name, neutral in NEUTRAL.items():
-            if (value := given.pop(name, neutral)) != neutral:
-                raise Refused(400, f"{name} is not supported; leave it out, not {shown(value)}", "unsupported", name)
+            if given.pop(name, neutral) != neutral:
+                raise Refused(400, f"{name} is not supported; leave it out", "unsupported", name)
         return from_dict(Request, given)
     except UserError as error:
         raise Refused(400, str(error)) from error

@@ -20,12 +20,14 @@ from angpt.data.tokenizers import end_token
 from angpt.errors import UserError
 from angpt.inference.generate import Writer, checked, encode
 from angpt.models.folded import Folded
+from angpt.serialization import shown
 from angpt.serving.batch import Batch
 from angpt.serving.limits import Limits
 from angpt.serving.metrics import exposition
 from angpt.serving.protocol import Answer, Refused, Request, model_card, read_request
 from angpt.serving.scheduler import Busy, Job, Piece, Scheduler, Stopped
 
+LOG = logging.getLogger(__name__)
 MAX_BODY_BYTES = 2**20
 POLL_SECONDS = 0.05
 FORCED_SECONDS = 1.0
@@ -65,8 +67,8 @@ class Server:
             await site.start()
         except (OSError, OverflowError) as error:
             raise UserError(f"cannot listen on {host}, port {port} ({error}); choose another host or port") from error
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{self.runner.addresses[0][1]}"
+        address = f"[{host}]" if ":" in host else host
+        return f"http://{address}:{self.runner.addresses[0][1]}"
 
     async def stop(self) -> None:
         """Stop listening, let requests end for `limits.grace` seconds, then cancel the others."""
@@ -209,7 +211,7 @@ class Server:
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def unknown(self, model: str) -> Refused:
-        return Refused(404, f"there is no model {model!r} here, only {self.name!r}", "model_not_found", "model")
+        return Refused(404, f"there is no model {shown(model)} here, only {self.name!r}", "model_not_found", "model")
 
     def stopped(self) -> Refused:
         if self.scheduler.failure is not None:
@@ -230,7 +232,7 @@ class Server:
         except web.HTTPException as error:
             response = web.json_response(refusal(request, error).body(), status=error.status)
         except Exception:
-            logging.exception("%s %s", request.method, request.path)
+            LOG.exception("%s %s", request.method, request.path)
             response = web.json_response(
                 Refused(500, "the server has made a mistake; its log has more").body(), status=500
             )
@@ -253,15 +255,18 @@ async def serve(
     """Serve until Ctrl-C or SIGTERM; a second one ends the process at once. Raises the error of a model that fails.
     `announce` is called with the address."""
     server = Server(model, tokenizer, name, limits)
-    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        server.loop.add_signal_handler(number, server.stopping.set)
     try:
         announce(await server.start(host, port), server)
-        for number in signals:
-            server.loop.add_signal_handler(number, server.stopping.set)
         await server.stopping.wait()
-        for number in signals:
-            server.loop.remove_signal_handler(number)
     finally:
+        for number in before:
+            server.loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
         await server.stop()
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if server.scheduler.failure is not None:
         raise server.scheduler.failure

@@ -1,6 +1,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -57,7 +58,34 @@ def test_the_command_serves_until_it_is_told_to_stop(
 def test_mistakes_exit_with_2_and_one_line(
     run: Run, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
 ) -> None:
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     code, out, err = call(capsys, "serve", *(a.format(run=run.path) for a in args))
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_server_whose_model_hangs(run: Run, number: signal.Signals) -> None:
+    code = "import time, sys; from angpt.serving.batch import Batch; from angpt.cli.main import main; "
+    code += "Batch.step = lambda self: (print('hangs', flush=True), time.sleep(600)); main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "serve", str(run.path), "--port", "0", "--grace", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        port = int(re.findall(":([0-9]+)/", process.stdout.readline())[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15"
+            client.sendall(f'{head}\r\n\r\n{{"prompt": "x"}}'.encode())
+            assert process.stdout.readline() == "hangs\n"
+            process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3)
+            process.send_signal(number)
+            assert process.wait(60) == -number
+    finally:
+        process.kill()
+        process.communicate()
