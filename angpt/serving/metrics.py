@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from angpt.serving.scheduler import Scheduler
 
 
-def exposition(scheduler: Scheduler, responses: Mapping[int, int], first_seconds: float, firsts: float) -> str:
+def exposition(scheduler: Scheduler, responses: Mapping[int, int], first_seconds: float, firsts: int) -> str:
     """The metrics of a server; `first_seconds` is the time from a request to its first text, summed over requests."""
     values = (
         ("texts_running", "gauge", "Texts that are being generated.", len(scheduler.running)),
@@ -20,7 +20,7 @@ def exposition(scheduler: Scheduler, responses: Mapping[int, int], first_seconds
     lines += [f'angpt_responses_total{{status="{status}"}} {count}' for status, count in sorted(responses.items())]
     name = "first_text_seconds"
     lines += _head(name, "summary", "Time from a request to its first text.")
-    lines += [f"angpt_{name}_sum {first_seconds:.6f}", f"angpt_{name}_count {firsts:.0f}"]
+    lines += [f"angpt_{name}_sum {first_seconds:.6f}", f"angpt_{name}_count {firsts}"]
     return "\n".join(lines) + "\n"
 
 

@@ -35,6 +35,9 @@ FORCED_SECONDS = 1.0
 EVENT_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a streamed answer; the last one keeps nginx from collecting it."""
 
+Received = AsyncIterator[tuple[int, Piece]]
+"""Pieces of text, each with the index of its choice."""
+
 
 class Server:
     """Serves one model. All methods but `read` run in the event loop."""
@@ -49,7 +52,7 @@ class Server:
         self.scheduler = Scheduler(self.batch, limits.queue, on_failure=failed)
         self.active = 0
         self.responses: Counter[int] = Counter()
-        self.first_piece_seconds: list[float] = [0.0, 0.0]
+        self.first_text_seconds, self.first_texts = 0.0, 0
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.errors_as_json])
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_get("/v1/models", self.models)
@@ -100,8 +103,10 @@ class Server:
         self.submit(jobs)
         self.active += 1
         try:
-            respond = self.stream if wanted.stream else self.whole
-            return await respond(request, wanted, Answer(self.name, prompts), self.received(len(jobs), pieces, start))
+            answer, received = Answer(self.name, prompts), self.received(len(jobs), pieces, start)
+            if wanted.stream:
+                return await self.stream(request, answer, received, wanted.stream_options.include_usage)
+            return await self.whole(answer, received)
         finally:
             self.active -= 1
             self.scheduler.cancel(jobs)
@@ -124,10 +129,9 @@ class Server:
         room = self.length + 1 - longest  # the last token is not read again
         if wanted.max_tokens > room:
             advice = f"ask for at most {room:,}" if room > 0 else "shorten the prompt"
-            text = (
-                f"a prompt of {longest:,} tokens and max_tokens of {wanted.max_tokens:,} exceed {self.length:,} tokens"
-            )
-            raise Refused(400, f"{text}; {advice}", "context_length_exceeded", "max_tokens")
+            asked = f"a prompt of {longest:,} tokens and max_tokens of {wanted.max_tokens:,}"
+            message = f"{asked} exceed {self.length:,} tokens; {advice}"
+            raise Refused(400, message, "context_length_exceeded", "max_tokens")
         return wanted, rows
 
     def submit(self, jobs: list[Job]) -> None:
@@ -140,9 +144,7 @@ class Server:
         except Stopped as error:
             raise self.stopped() from error
 
-    async def received(
-        self, jobs: int, pieces: asyncio.Queue[tuple[int, Piece]], start: float
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    async def received(self, jobs: int, pieces: asyncio.Queue[tuple[int, Piece]], start: float) -> Received:
         """The pieces of a request as they come, each with the index of its choice, until all choices have ended."""
         first = True
         while jobs:
@@ -151,14 +153,13 @@ class Server:
                 raise self.stopped()
             if first:
                 first = False
-                self.first_piece_seconds[0] += time.perf_counter() - start
-                self.first_piece_seconds[1] += 1
+                self.first_text_seconds += time.perf_counter() - start
+                self.first_texts += 1
             jobs -= piece.reason is not None
             yield index, piece
 
-    async def whole(
-        self, request: web.Request, wanted: Request, answer: Answer, received: AsyncIterator[tuple[int, Piece]]
-    ) -> web.Response:
+    async def whole(self, answer: Answer, received: Received) -> web.Response:
+        """All choices in one body."""
         found: dict[int, list[Piece]] = {}
         async for index, piece in received:
             found.setdefault(index, []).append(piece)
@@ -166,7 +167,7 @@ class Server:
         return web.json_response(answer.whole(choices, sum(pieces[-1].tokens for pieces in found.values())))
 
     async def stream(
-        self, request: web.Request, wanted: Request, answer: Answer, received: AsyncIterator[tuple[int, Piece]]
+        self, request: web.Request, answer: Answer, received: Received, with_usage: bool
     ) -> web.StreamResponse:
         """Server-sent events: a chunk for each piece, then [DONE]. A failure is a last chunk with an error instead."""
         response = web.StreamResponse(headers=EVENT_STREAM)
@@ -180,7 +181,7 @@ class Server:
             async for index, piece in received:
                 await send(json.dumps(answer.chunk(index, piece.text, piece.reason)))
                 tokens += piece.tokens if piece.reason is not None else 0
-            if wanted.stream_options.include_usage:
+            if with_usage:
                 await send(json.dumps(answer.last_chunk(tokens)))
             await send("[DONE]")
         except Refused as error:
@@ -207,7 +208,7 @@ class Server:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics, for Prometheus."""
-        text = exposition(self.scheduler, self.responses, *self.first_piece_seconds)
+        text = exposition(self.scheduler, self.responses, self.first_text_seconds, self.first_texts)
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def unknown(self, model: str) -> Refused:
