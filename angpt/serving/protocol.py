@@ -67,6 +67,8 @@ class Request:
         check_settings(self, "0 or more", lambda value: value >= 0, "seed")
         if len(self.stops()) > MAX_STOPS or not all(0 < len(s) <= MAX_STOP_LENGTH for s in self.stops()):
             raise UserError(f"stop must be up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH:,} characters")
+        if self.stream_options.include_usage and not self.stream:
+            raise UserError("stream_options needs stream; an answer that is not streamed has its usage anyway")
         self.sampling()
 
     def stops(self) -> tuple[str, ...]:

@@ -206,6 +206,7 @@ def test_a_real_client(running: Running, alone: Callable[..., Text]) -> None:
         ({"stop": "x" * 1001}, "1 to 1,000 characters"), ({"stop": [1]}, "stop[0] must be a string"),
         ({"stream": 1}, "stream must be true or false"),
         ({"stream_options": {"x": 1}}, "unknown key 'stream_options.x'"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
         ({"logprobs": 0}, "logprobs is not supported"), ({"echo": True}, "echo is not supported"),
         ({"best_of": 3}, "best_of is not supported"), ({"logit_bias": {"5": 1}}, "logit_bias is not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty is not supported"), ({"suffix": "x"}, "suffix is not supported"),
@@ -256,6 +257,16 @@ def test_options_that_change_nothing_are_accepted(running: Running) -> None:
     assert (
         complete(running, seed=1, suffix=None, stop=None, model="tiny", **neutral)[1]["choices"] == expected["choices"]
     )
+
+
+def test_a_server_may_be_shorter_than_the_context(model: Folded, alone: Callable[..., Text]) -> None:
+    with serving(model, Limits(batch=2, queue=0, max_length=20)) as running:
+        assert running.server.batch.caches[0].keys.shape[2] == 20
+        _, found = complete(running, max_tokens=19, temperature=0)
+        assert found["choices"][0]["text"] == alone("ab", 19, GREEDY).text
+        assert "exceed 20 tokens; ask for at most 19" in complete(running, max_tokens=20)[1]["error"]["message"]
+        assert complete(running, n=2)[0] == 200
+        assert "at most 2 texts, not 1 × 3" in complete(running, n=3)[1]["error"]["message"]
 
 
 def test_requests_beyond_the_queue_are_told_to_come_back(model: Folded) -> None:
