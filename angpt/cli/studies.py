@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from angpt.cli.data import prepare
 from angpt.cli.train import EXIT_INTERRUPTED, starting_point, without_rates
-from angpt.config import ModelConfig, TrainConfig
+from angpt.config import DataConfig, ModelConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.studies.compare import Comparison
@@ -41,7 +42,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
     ) -> None:
         """Train architectures side by side on the same tokens, and write a page that shows what came out.
 
-        Called again, it goes on where it was stopped; runs that have finished are not repeated.
+        Called again, it goes on where it was stopped; runs that have finished are not repeated. Without --data.path it
+        trains on the text of Python's standard library, which it prepares if data/stdlib does not exist.
 
         Args:
             settings: What to compare, and every setting of the runs.
@@ -51,6 +53,11 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             workers: Runs at a time; one per GPU, or two on the CPU, unless given.
         """
 
+        import jinja2  # noqa: F401  # here, so that a missing package is told before the training
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+
+        from angpt.data.shards import INDEX
         from angpt.report import write_pages
         from angpt.studies.executor import Processes
         from angpt.studies.study import FILE, Study
@@ -60,6 +67,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         study = Study(folder, settings.study())
         pool = Processes(default_workers() if workers is None else workers)
         if not (folder / FILE).exists():
+            if settings.train.data.path == DataConfig.path and not (Path(DataConfig.path) / INDEX).exists():
+                prepare(("stdlib",), Path(DataConfig.path))
             study.begin(None, command, on_this_machine=True)
         elif Study.open(folder).config != study.config:
             raise UserError(f"{folder}: holds another study (see its {FILE}); choose another --out")
