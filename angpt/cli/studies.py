@@ -111,6 +111,8 @@ def study_run(
         gpus: GPUs of a job, instead of those of the file.
     """
 
+    import scipy  # noqa: F401  # here, so that a missing package is told before the training
+
     from angpt.present.tables import show
     from angpt.studies.executor import InProcess, Pool, Processes
     from angpt.studies.outcome import result_table
