@@ -50,7 +50,7 @@ docs: $(INSTALLED)
 
 # The documentation as a site, in site/; a broken link is an error.
 docs-site: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Known vulnerabilities of the versions in constraints.txt, by a tool with an environment of its own; needs PyPI.
 audit:
