@@ -21,15 +21,15 @@ FIGURES = {"loss": "compare-loss", "input-norms": "compare-input-norms"}
 
 def results() -> dict[str, Result]:
     """The results that the pages show, by their mark."""
-    runs = sorted(file.parent for file in (ROOT / "docs" / "evidence" / "optimizers").glob("*/summary.json"))
+    folder = ROOT / "docs" / "evidence" / "optimizers"
+    runs = [run for name in ("gpt+", "ngpt", "angpt") for run in sorted(folder.glob(f"{name}-*"))]
     found = {"optimizers": summarise_runs(runs, "gpt+:muon")}
     return found | ({"compare": Result.read(COMPARE)} if COMPARE.exists() else {})
 
 
 def table(result: Result) -> str:
-    """A row for each architecture and budget, the baseline first."""
-    names = [result.baseline, *(name for name in result.architectures if name != result.baseline)]
-    rows = sorted(result.rows, key=lambda row: (row.tokens, names.index(row.architecture)))
+    """A row for each budget and architecture."""
+    rows = sorted(result.rows, key=lambda row: row.tokens)
     columns = {
         "": [label(row.architecture) for row in rows],
         "tokens": [row.budget for row in rows],
