@@ -13,6 +13,14 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 
 
+def test_the_navigation_has_every_page():
+    docs = ROOT / "docs"
+    pages = [page for page in docs.rglob("*") if page.suffix in (".md", ".ipynb") and page.name != "result.md"]
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    listed = re.findall(r": (\S+\.(?:md|ipynb))$", nav, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(docs).as_posix() for page in pages)
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(capsys):
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
