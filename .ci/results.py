@@ -40,7 +40,7 @@ def table(result: Result) -> str:
     }
     if len(result.budgets) > 1:
         needed = [row.speedup_tokens and speedup(**vars(row.speedup_tokens)) for row in rows]
-        columns[f"tokens {label(result.baseline)} needs for it"] = [text or "–" for text in needed]
+        columns["speed-up in tokens"] = [text or "–" for text in needed]
     return f"{Table(list(columns), list(zip(*columns.values(), strict=True))).markdown()}\n"
 
 
