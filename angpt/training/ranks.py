@@ -73,7 +73,6 @@ def join(device: torch.device, timeout: float) -> Any:
         if rank > 0:
             wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        store.set_timeout(wait)
         store = PrefixStore(name_attempt(store, rank, size, timeout), store)
         options |= {"store": PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": wait}
         dist.init_process_group(**options)

@@ -138,8 +138,11 @@ class Distributed(Strategy):
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device, self.rank, self.size = device, launched_rank(), launched_ranks()
         store = join(device, timeout)
-        self.files = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + MARGIN_SECONDS))
-        self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
+        try:
+            self.files = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + MARGIN_SECONDS))
+            self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
+        except RuntimeError as error:
+            raise self._lost(error) or error from error
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
@@ -150,11 +153,17 @@ class Distributed(Strategy):
                 error = lost
         dist.destroy_process_group()
         self.watchdog.stop()  # last, because ending the connection may hang
-        if (words := lost_rank(error)) is not None:
-            raise UserError(
-                f"rank {self.rank} of {self.size}: lost another rank ({words}). "
-                "See the log of the rank that ended first, and continue from the last checkpoint with --resume"
-            ) from error
+        if (lost := self._lost(error)) is not None:
+            raise lost from error
+
+    def _lost(self, error: BaseException | None) -> UserError | None:
+        """The error to show instead of a network error."""
+        if (words := lost_rank(error)) is None:
+            return None
+        return UserError(
+            f"rank {self.rank} of {self.size}: lost another rank ({words}). "
+            "See the log of the rank that ended first, and continue from the last checkpoint with --resume"
+        )
 
     def begin_pass(self, last: bool, passes: int) -> None:
         self.reducer.begin_pass(last, passes)

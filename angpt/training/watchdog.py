@@ -5,9 +5,12 @@ import os
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 EXIT_HUNG = 5
+CONNECT_SECONDS = 30.0
+"""How long a connection to the store may take. PyTorch tries twice as long."""
 
 
 class Watchdog:
@@ -18,6 +21,7 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        store.set_timeout(timedelta(seconds=min(timeout, CONNECT_SECONDS)))  # of the second connection, which is made now
         self.store, self.rank, self.size, self.timeout = store.clone(), rank, size, timeout
         self.terminal = os.dup(2)  # before the output of the rank goes to its log
         self.beats, self.step, self.moved = 0, 0, time.monotonic()

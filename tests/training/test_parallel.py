@@ -269,6 +269,19 @@ def test_a_rank_without_the_others_waits_as_long_as_it_is_told(monkeypatch, rank
     assert 1 < time.monotonic() - start < 5
 
 
+def test_a_rank_that_is_lost_while_others_connect_is_told(monkeypatch):
+    for name, value in environment(1, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+    def fail(**_):
+        raise RuntimeError("[gloo.cpp:1] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr("angpt.training.strategy.join", lambda *_: torch.distributed.HashStore())
+    monkeypatch.setattr("torch.distributed.new_group", fail)
+    with pytest.raises(UserError, match="rank 1 of 2: lost another rank .Connection closed by peer"):
+        choose_strategy(torch.device("cpu"), "ddp", None, 1.0)
+
+
 def test_several_ranks_need_a_batch_that_they_can_share(data):
     config = small(data, batch_tokens=384, micro_batch=4)  # 12 sequences
     assert [make_plan(config, ranks).micro_batch for ranks in (1, 2, 3, 4, 6, 12)] == [4, 3, 4, 3, 2, 1]
