@@ -153,8 +153,8 @@ class Distributed(Strategy):
                 error = lost
         dist.destroy_process_group()
         self.watchdog.stop()  # last, because ending the connection may hang
-        if (lost := self._lost(error)) is not None:
-            raise lost from error
+        if (told := self._lost(error)) is not None:
+            raise told from error
 
     def _lost(self, error: BaseException | None) -> UserError | None:
         """The error to show instead of a network error."""

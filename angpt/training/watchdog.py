@@ -21,7 +21,7 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
-        store.set_timeout(timedelta(seconds=min(timeout, CONNECT_SECONDS)))  # of the second connection, which is made now
+        store.set_timeout(timedelta(seconds=min(timeout, CONNECT_SECONDS)))  # of the new connection
         self.store, self.rank, self.size, self.timeout = store.clone(), rank, size, timeout
         self.terminal = os.dup(2)  # before the output of the rank goes to its log
         self.beats, self.step, self.moved = 0, 0, time.monotonic()

@@ -278,7 +278,7 @@ def test_a_rank_that_is_lost_while_others_connect_is_told(monkeypatch):
 
     monkeypatch.setattr("angpt.training.strategy.join", lambda *_: torch.distributed.HashStore())
     monkeypatch.setattr("torch.distributed.new_group", fail)
-    with pytest.raises(UserError, match="rank 1 of 2: lost another rank .Connection closed by peer"):
+    with pytest.raises(UserError, match=r"rank 1 of 2: lost another rank .Connection closed by peer"):
         choose_strategy(torch.device("cpu"), "ddp", None, 1.0)
 
 
