@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from angpt.present.interactive import panels_of
 from angpt.present.style import INK, styled
 
 EMBEDDED_BYTES = 250_000
@@ -45,12 +47,14 @@ class Absent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart for the page: SVG for both widths, and the address of the numbers, a data URI unless they are many."""
+    """A chart for the page: SVG for both widths, the address of the numbers (a data URI unless they are many), and its
+    line charts as data, which the script of the page draws instead."""
 
     chart: Chart
     wide: str
     narrow: str
     data_uri: str
+    panels: list[dict[str, Any]]
 
 
 def write_chart(chart: Chart, folder: Path) -> Drawn:
@@ -61,7 +65,8 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
         wide = chart.draw(False)
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
         wide.set_layout_engine("none")  # keep the layout of the PNG
-        svg, narrow = _svg(wide), _svg(chart.draw(True))
+        tall = chart.draw(True)
+        svg, narrow = _svg(wide), _svg(tall)
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
     (folder / f"{chart.name}.svg").write_text(standalone, encoding="utf-8")
@@ -71,10 +76,16 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
         chart,
         inline(svg, f"{chart.name}-wide", chart.alt),
         inline(narrow, f"{chart.name}-narrow", chart.alt),
-        "data:text/csv;base64," + base64.b64encode(table.encode()).decode()
-        if len(table) <= EMBEDDED_BYTES
-        else f"{folder.name}/{chart.name}.csv",
+        address(table, "text/csv", f"{folder.name}/{chart.name}.csv"),
+        panels_of(tall),
     )
+
+
+def address(text: str, kind: str, file: str) -> str:
+    """Where a page finds a text: in a data URI, or in the file if it is large."""
+    if len(text) > EMBEDDED_BYTES:
+        return file
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _svg(figure: Figure) -> str:
