@@ -73,33 +73,29 @@ def _series(ax: Axes, line: Line2D) -> Iterator[dict[str, Any]]:
 def _bars(ax: Axes) -> Iterator[dict[str, Any]]:
     """Vertical error bars."""
     for container in ax.containers:
-        if isinstance(container, ErrorbarContainer):
-            for collection in container.lines[2]:
-                for ends in collection.get_segments():
-                    yield {
-                        "color": _color(collection.get_color()[0]),
-                        "x": _rounded(ends[:1, 0])[0],
-                        "y": _rounded(ends[:, 1]),
-                    }
+        bars: Any = container.lines[2] if isinstance(container, ErrorbarContainer) else ()
+        for drawn in bars:
+            for (x, low), (_, high) in drawn.get_segments():
+                yield {"color": _color(drawn.get_color()[0]), "x": _rounded([x])[0], "y": _rounded([low, high])}
 
 
 def _areas(ax: Axes) -> Iterator[dict[str, Any]]:
     """Filled areas between two lines."""
     for collection in ax.collections:
-        if isinstance(collection, PolyCollection):
-            for path in collection.get_paths():
-                corners = path.vertices[evenly(len(path.vertices), 2 * MOST_POINTS)]
-                x, y = _rounded(corners[:, 0]), _rounded(corners[:, 1])
-                yield {"color": _color(collection.get_facecolor()[0][:3]), "x": x, "y": y}
+        for path in collection.get_paths() if isinstance(collection, PolyCollection) else ():
+            corners = np.asarray(path.vertices)
+            corners = corners[evenly(len(corners), 2 * MOST_POINTS)]
+            color = np.asarray(collection.get_facecolor())[0, :3]
+            yield {"color": _color(color), "x": _rounded(corners[:, 0]), "y": _rounded(corners[:, 1])}
 
 
 def _rules(ax: Axes) -> Iterator[tuple[str, float]]:
     """Lines across the whole panel: the axis, x or y, and the place on it."""
     for line in ax.get_lines():
         if line.get_transform() == ax.get_yaxis_transform(which="grid"):
-            yield "y", float(line.get_ydata()[0])
+            yield "y", float(np.asarray(line.get_ydata())[0])
         elif line.get_transform() == ax.get_xaxis_transform(which="grid"):
-            yield "x", float(line.get_xdata()[0])
+            yield "x", float(np.asarray(line.get_xdata())[0])
 
 
 def _color(color: Any) -> str | None:
