@@ -100,12 +100,14 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     # A style rule inside the SVG would apply to the whole page; the page's own style sheet contains it.
     for unwanted in (r"<metadata>.*?</metadata>", r"<style [^>]*>.*?</style>", r"<!--.*?-->\n?"):
         body = re.sub(unwanted, "", body, flags=re.DOTALL)
-    body = re.sub(r'(?<= )id="', f'id="{prefix}-', body)
+    used = set(re.findall(r'(?:url\(|xlink:href=")#([^)"]*)', body))
+    body = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", body)
     body = body.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
     body = body.replace(INK, "currentColor")
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
-    # A hundredth of a point is enough for coordinates, which are most of the file.
+    # Most of the file are coordinates, of which a hundredth of a point is enough, and indentation.
     body = re.sub(r"<(?:path|use|text|rect)\b[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), body)
+    body = re.sub(r"\n +", "\n", body)
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
     opening = f'<svg {view[0]} role="img" aria-label="{escape(alt)}">'
