@@ -101,12 +101,11 @@ def test_a_chart_answers_to_the_pointer(browser: Browser, complete: Written) -> 
     lines = [" ".join(row.split()) for row in tab.evaluate(VALUES).splitlines()]
     assert lines == ["tokens 44k", *(f"{name} {line['y'][10]:.4g}" for name, line in named.items())]
     tab.evaluate("[...document.querySelectorAll('#loss button')].find(b => b.innerText == 'nGPT').click()")
-    tab.mouse("Moved", x + width * (at - left) / (right - left) + 1, y + height / 2)
     tab.until(f"!({VALUES}).includes('\\nnGPT')")
     for kind, part in (("Pressed", 0.5), ("Moved", 0.7), ("Moved", 0.9), ("Released", 0.9)):
         tab.mouse(kind, x + width * part, y + height / 2)
     tab.mouse("Moved", x + 1, y + height / 2)
-    tab.until(f"parseFloat(({VALUES}).slice(7)) > {(left + 0.4 * (right - left)) / 1000}")
+    tab.until(f"/^tokens 4[04]k/.test({VALUES})")  # the left end of the second half of 84k
     assert tab.complaints == []
 
 
@@ -131,12 +130,12 @@ def test_every_control_can_be_reached_and_used_by_keys(browser: Browser, complet
     assert second not in ("", first)
     for key in "++":
         tab.press(key)
-    for _ in range(9):
+    for _ in range(40):
         tab.press("ArrowRight")
-    zoomed = tab.evaluate(VALUES)
+    assert float(tab.evaluate(VALUES).split()[1].removesuffix("k")) < 30  # the right end of a quarter of 84k
     tab.press("0")
     tab.press("ArrowLeft")
-    assert tab.evaluate(VALUES).split()[:2] != zoomed.split()[:2]
+    assert tab.evaluate(VALUES).startswith("tokens 80k")
     assert tab.complaints == []
 
 

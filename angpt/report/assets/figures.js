@@ -53,7 +53,7 @@ function limits(panel, axis, log) {
 
 class Panel {
   constructor(figure, panel, place) {
-    Object.assign(this, {figure, panel, log: [...panel.log], on: panel.series.map(() => true)});
+    Object.assign(this, {figure, panel, log: [...panel.log], on: panel.series.map(() => true), zoomed: []});
     const box = make("div", place, {className: "panel"});
     make("h4", box, {textContent: panel.title});
     this.place = make("div", box, {className: "plot", tabIndex: 0});
@@ -75,7 +75,8 @@ class Panel {
     const log = [0, 1].map(axis => this.log[axis] && limits(panel, axis, true) !== null);
     const scale = axis => {
       const [low, high] = limits(panel, axis, log[axis]);
-      return {time: false, distr: log[axis] ? 3 : 1, range: () => low < high ? [low, high] : [low - 1, high + 1]};
+      const whole = low < high ? [low, high] : [low - 1, high + 1];
+      return {time: false, distr: log[axis] ? 3 : 1, range: () => this.zoomed[axis] ?? whole};
     };
     const axis = (which, most) => ({
       label: panel.labels[which], labelFont: FONT, labelSize: 20, font: FONT, size: which ? 56 : 34, gap: 4,
@@ -91,9 +92,32 @@ class Panel {
       scales: {x: scale(0), y: scale(1)},
       axes: [axis(0, Math.max(2, Math.floor(width / 75))), axis(1, 6)],
       series: [{}, ...panel.series.map((line, i) => this.series(line, i))],
-      cursor: {drag: {x: true, y: true, uni: 25}, dataIdx: (_, i, index) => this.nearest(i, index), points: {size: 7}},
-      hooks: {setCursor: [() => this.show()], drawAxes: [() => this.drawBehind()], draw: [() => this.drawBounds()]},
+      cursor: {
+        drag: {x: true, y: true, uni: 25, setScale: false}, bind: {dblclick: () => () => this.reset()},
+        dataIdx: (_, i, index) => this.nearest(i, index), points: {size: 7},
+      },
+      hooks: {
+        setCursor: [() => this.show()], setSelect: [chart => this.zoomTo(chart.select)],
+        drawAxes: [() => this.drawBehind()], draw: [() => this.drawBounds()],
+      },
     }, this.joined, this.place);
+  }
+
+  // Shows a part of the panel, in pixels; the axes ask for `zoomed` when the scale of x is set.
+  zoomTo({left, top, width, height}) {
+    const {chart} = this;
+    if (!width || !height) return;
+    chart.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
+    this.zoomed = [
+      [left, left + width].map(pixel => chart.posToVal(pixel, "x")),
+      [top + height, top].map(pixel => chart.posToVal(pixel, "y")),
+    ];
+    chart.setScale("x", {min: this.zoomed[0][0], max: this.zoomed[0][1]});
+  }
+
+  reset() {
+    this.zoomed = [];
+    this.draw();
   }
 
   series(line, i) {
@@ -229,11 +253,10 @@ class Panel {
       if (index !== undefined)
         chart.setCursor({left: chart.valToPos(xs[index], "x"), top: chart.over.clientHeight / 2});
     } else if (event.key === "+" || event.key === "-") {
-      const at = chart.cursor.left >= 0 ? chart.cursor.left : chart.over.clientWidth / 2, {clientWidth} = chart.over;
-      const factor = event.key === "+" ? 0.5 : 2, whole = limits(this.panel, 0, this.log[0]);
-      const ends = [at - at * factor, at + (clientWidth - at) * factor].map(pixel => chart.posToVal(pixel, "x"));
-      chart.setScale("x", {min: Math.max(ends[0], whole[0]), max: Math.min(ends[1], whole[1])});
-    } else if (event.key === "0") this.draw();
+      const {clientWidth, clientHeight} = chart.over, factor = event.key === "+" ? 0.5 : 2;
+      const at = chart.cursor.left >= 0 ? chart.cursor.left : clientWidth / 2;
+      this.zoomTo({left: at - at * factor, top: 0, width: clientWidth * factor, height: clientHeight});
+    } else if (event.key === "0") this.reset();
     else if (event.key === "Escape") chart.setCursor({left: -10, top: -10});
     else return;
     event.preventDefault();
@@ -246,6 +269,7 @@ class Panel {
       this.on[i] = on;
       this.chart?.setSeries(i + 1, {show: on});
     });
+    if (this.chart) this.show();
   }
 }
 
@@ -285,9 +309,9 @@ function bringToLife(element) {
   }
   ["x", "y"].forEach((name, axis) => {
     if (!panels.some(panel => limits(panel, axis, true)) || (axis === 0 && panels.some(panel => panel.ticks))) return;
-    button(`log ${name}`, panels[0].log[axis], on => made.forEach(panel => { panel.log[axis] = on; panel.draw(); }));
+    button(`log ${name}`, panels[0].log[axis], on => made.forEach(panel => { panel.log[axis] = on; panel.reset(); }));
   });
-  button("reset zoom", null, () => made.forEach(panel => panel.draw()));
+  button("reset zoom", null, () => made.forEach(panel => panel.reset()));
   make("span", controls, {className: "note", textContent: "drag to zoom"});
   element.querySelector("h3").after(live);
   element.classList.add("drawn");
