@@ -105,9 +105,9 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     body = body.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
     body = body.replace(INK, "currentColor")
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
-    # Most of the file are coordinates, of which a hundredth of a point is enough, and indentation.
+    # Most of the file are coordinates, of which a hundredth of a point is enough, indentation, and rotations by 0.
     body = re.sub(r"<(?:path|use|text|rect)\b[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), body)
-    body = re.sub(r"\n +", "\n", body)
+    body = re.sub(r' transform="rotate\(-0 [^"]*"', "", re.sub(r"\n +", "\n", body))
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
     opening = f'<svg {view[0]} role="img" aria-label="{escape(alt)}">'

@@ -348,7 +348,7 @@ def test_many_runs_with_many_evaluations_make_a_small_page(tmp_path: Path) -> No
     assert isinstance(chart, Chart)
     drawn = write_chart(chart, tmp_path)
     assert {line["note"] for panel in drawn.panels for line in panel["series"]} == {""}  # means alone
-    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) + len(json.dumps(drawn.panels)) < 2_000_000
+    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) + len(json.dumps(drawn.panels)) < 1_000_000
     assert drawn.data_uri == f"{tmp_path.name}/loss.csv"
     assert (tmp_path / "loss.csv").read_text().count("\n") == 1 + 100 * len(runs)
 
