@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -8,6 +9,7 @@ from matplotlib.figure import Figure
 
 from angpt.present import interactive
 from angpt.present.interactive import panels_of
+from angpt.present.layers import LEGEND_LAYERS, layer_panels
 from angpt.present.style import EACH_RUN, INK, band, label_axis, reference, unlisted
 
 
@@ -61,3 +63,12 @@ def test_axes_whose_ticks_are_names() -> None:
     bars.barh([0], [1])
     panels = panels_of(figure)
     assert [panel["ticks"] for panel in panels] == [[(1.0, "<1>"), (2.0, "<2>")]]
+
+
+@pytest.mark.parametrize(("layers", "axes"), [(LEGEND_LAYERS, 1), (LEGEND_LAYERS + 1, 2)])
+def test_few_layers_have_a_legend_and_many_a_colour_bar(layers: int, axes: int) -> None:
+    figure = layer_panels([("run", np.arange(3.0), np.ones((3, layers)))], narrow=False, columns=1, last="out")
+    assert len(figure.axes) == axes
+    assert len(figure.legends) == 2 - axes
+    names = [line["name"] for line in panels_of(figure)[0]["series"]]
+    assert names == [*(f"layer {i}" for i in range(1, layers)), "out"]

@@ -185,6 +185,13 @@ def test_the_story_is_open_and_the_rest_is_folded(complete: Written) -> None:
     ]  # fmt: skip
 
 
+def test_no_line_joins_a_number_and_a_bound(complete: Written) -> None:
+    lines = data_of(complete.html, "budgets")[1]["series"]
+    assert [(line["name"], line["note"], len(line["x"])) for line in lines] == [
+        (name, note, 1) for name in ("nGPT", "anGPT") for note in ("", "more than")
+    ]
+
+
 def test_each_architecture_has_its_recipe(complete: Written) -> None:
     table = complete.html.partition('<table class="recipes">')[2].partition("</table>")[0]
     rows = [re.sub("<[^>]*>", "|", row) for row in table.split("<tr>")[2:]]
