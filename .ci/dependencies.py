@@ -20,6 +20,15 @@ known vulnerabilities.
 |---|---|---|---|
 """
 
+TAIL = """
+## Files of others in this package
+
+| name | version | licence | where |
+|---|---|---|---|
+| [uPlot](https://github.com/leeoniya/uPlot) | {uplot} | MIT | `angpt/report/assets/uplot/`, unchanged from the npm \
+package; draws the charts of the report, which contains it with its licence |
+"""
+UPLOT = ROOT / "angpt" / "report" / "assets" / "uplot" / "uPlot.iife.min.js"
 
 LINES = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 PINNED = {canonicalize_name(line.split("==")[0]): line.split("==") for line in LINES if "==" in line}
@@ -69,7 +78,8 @@ def main() -> None:
         f"| {name} | {version} | {licence(name)} | {', '.join(groups.get(key, ['–']))} |"
         for key, (name, version) in sorted(PINNED.items())
     ]
-    PAGE.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+    uplot = UPLOT.read_text(encoding="utf-8").partition("(v")[2].partition(")")[0]
+    PAGE.write_text(HEAD + "\n".join(rows) + "\n" + TAIL.format(uplot=uplot), encoding="utf-8")
 
 
 if __name__ == "__main__":

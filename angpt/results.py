@@ -146,6 +146,12 @@ class Result:
         """In tokens, the smallest first."""
         return tuple(sorted({row.tokens for row in self.rows}))
 
+    def largest_budget(self, size: str) -> int:
+        """The largest budget, in tokens, of a row of this size that is not of the baseline; of any row, where there is
+        no other. Longer runs of the baseline alone only serve the speed-ups of others."""
+        rows = [row for row in self.rows if row.size == size]
+        return max(row.tokens for row in [row for row in rows if row.architecture != self.baseline] or rows)
+
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(sorted({run.seed for run in self.runs}))
@@ -180,10 +186,11 @@ class Result:
 
     def representatives(self) -> list[RunResult]:
         """One run for each architecture and size, where a single one is shown: the first seed that has not diverged at
-        the largest budget. Runs that have not started are left out."""
+        the largest budget, see `largest_budget`. Runs that have not started are left out."""
         runs = {run.name: run for run in self.runs if run.status not in ("waiting", "queued")}
         best: dict[tuple[str, str], RunResult] = {}
-        for row in self.rows:
+        largest = {size: self.largest_budget(size) for size in self.sizes}
+        for row in (row for row in self.rows if row.tokens <= largest[row.size]):
             for run in (runs[name] for name in row.runs if name in runs):
                 key = row.architecture, row.size
                 if key not in best or _order(run) < _order(best[key]):

@@ -13,7 +13,18 @@ from angpt.analysis.factors import ACTIVATIONS, SYMBOLS
 from angpt.analysis.norms import Norms
 from angpt.present.charts import Absent, Chart
 from angpt.present.layers import LayerHistory, layer_axis, layer_panels, values_of
-from angpt.present.style import FURTHER, GROUPS, Look, band, fold_legend, looks, panels, plain_log_axis, reference
+from angpt.present.style import (
+    FURTHER,
+    GROUPS,
+    Look,
+    band,
+    fold_legend,
+    looks,
+    panels,
+    plain_log_axis,
+    reference,
+    unlisted,
+)
 from angpt.present.words import number, quantity, span
 
 SHORT_DASHES: Any = (0, (3, 2))
@@ -61,7 +72,7 @@ def norms(analysis: Analysis) -> Chart | Absent:
             band(axes[0], places, np.maximum(means - stds, means / 10), means + stds, look.color)
             axes[0].plot(places, means, look.marker + "-", color=look.color, lw=1.6, ms=5, label=run.label)
             for ax, name in zip(axes[1:], BLOCK_FIELDS, strict=True):
-                block_lines(ax, found, name, look, ms=4, lw=1.4)
+                block_lines(ax, run.label, found, name, look, ms=4, lw=1.4)
         axes[0].set(title="Residual stream", ylabel="length of h")
         axes[1].set(title="Last map over first map", ylabel="output over input")
         axes[2].set(title="Update over stream", ylabel="update over stream")
@@ -92,11 +103,12 @@ def norms(analysis: Analysis) -> Chart | Absent:
     )
 
 
-def block_lines(ax: Axes, found: Norms, name: str, look: Look, **style: Any) -> None:
+def block_lines(ax: Axes, run: str, found: Norms, name: str, look: Look, **style: Any) -> None:
     """A value of each layer's attention as a solid line, and of its MLP as a dashed one."""
-    for blocks, dash in ((found.attention, "-"), (found.mlp, SHORT_DASHES)):
+    for blocks, dash, what in ((found.attention, "-", "attention"), (found.mlp, SHORT_DASHES, "MLP")):
         values = [getattr(b, name) or float("nan") for b in blocks]
-        ax.plot(range(1, len(blocks) + 1), values, look.marker, ls=dash, color=look.color, **style)
+        ax.plot(range(1, len(blocks) + 1), values, look.marker, ls=dash, color=look.color,
+                label=unlisted(run, what), **style)  # fmt: skip
 
 
 def gamma(analysis: Analysis) -> Chart | Absent:
@@ -114,7 +126,7 @@ def gamma(analysis: Analysis) -> Chart | Absent:
             for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", SHORT_DASHES, "MLP")):
                 axes[0].plot(layers, found.gamma[name], look.marker, ls=dash, color=look.color, ms=5,
                              label=f"{run.label}, {what}")  # fmt: skip
-            block_lines(axes[1], found, "stream", look, ms=5)
+            block_lines(axes[1], run.label, found, "stream", look, ms=5)
         axes[0].set(title="Length of γ", ylabel="‖γ‖")
         axes[1].set(title="Stream that the norm sees", ylabel="length of h")
         plain_log_axis(axes[1])
@@ -156,7 +168,7 @@ def bound(analysis: Analysis) -> Chart | Absent:
                 layers = [float(r.layer or 0) for r in rows]
                 line: dict[str, Any] = {"color": color, "ms": 5, "lw": 1.4}
                 left.plot(layers, [100 * (r.on_bound or 0) for r in rows], "o-", label=group, **line)
-                right.plot(layers, [r.mean for r in rows], "o-", **line)
+                right.plot(layers, [r.mean for r in rows], "o-", label=group, **line)
             left.set(title=f"{run.label}: rows of length 1", ylabel="% of the rows", ylim=(0, 100))
             right.set(title=f"{run.label}: mean length", ylabel="mean length of the rows")
             reference(right)
@@ -201,7 +213,7 @@ def factors(analysis: Analysis) -> Chart | Absent:
                     line: dict[str, Any] = {"color": COLORS[name], "ls": LINES.get(name, "-"), "ms": 4, "lw": 1.4}
                     legend = f"{SYMBOLS[name]}, {ACTIVATIONS[name]}"
                     left.plot(layers, [f.off or float("nan") for f in mine], "o", label=legend, **line)
-                    right.plot(layers, [100 * (f.variation or 0) for f in mine], "o", **line)
+                    right.plot(layers, [100 * (f.variation or 0) for f in mine], "o", label=legend, **line)
             reference(left)
             left.set(title=f"{run.label}: length after the factor", ylabel="ν · √E‖·‖²")
             plain_log_axis(left)

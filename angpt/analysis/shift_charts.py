@@ -10,7 +10,7 @@ from angpt.analysis.charts import looks_of, numbers
 from angpt.analysis.claims import BLOCK_MATRICES
 from angpt.analysis.probe import ratio
 from angpt.present.charts import Absent, Chart
-from angpt.present.layers import depth_bar, layer_lines
+from angpt.present.layers import depth_key, layer_lines
 from angpt.present.style import DASHED, INK, fold_legend, outer_labels, panels, plain_log_axis, reference
 from angpt.present.words import number, percent, span
 
@@ -34,7 +34,7 @@ def moments(analysis: Analysis) -> Chart | Absent:
             ax.set(xlabel="part of training", ylabel="relative variance", xlim=(0, 1))
             ax.set_title(f"{run.label}, {g.group}", fontsize=8)
         outer_labels(axes, narrow)
-        depth_bar(figure, axes, depth, narrow)
+        depth_key(figure, axes, depth, narrow)
         return figure
 
     ends = [f"{run.label} {g.group} {number(g.peak)} at {percent(g.peak_at, 0)}" for run, _, g in cells]
@@ -122,12 +122,12 @@ def attention(analysis: Analysis) -> Chart | Absent:
         for ax, (run, found) in zip(axes, runs, strict=True):
             r = np.array([(b.first * b.last) ** 0.5 for b in found[0].bins])
             layer_lines(ax, r, np.array([[b.norm for b in layer.bins] for layer in found], float).T, depth)
-            ax.plot(r, r**-0.5, color=INK, lw=1, ls=DASHED)
+            ax.plot(r, r**-0.5, color=INK, lw=1, ls=DASHED, label="dense")
             ax.set(title=run.label, xlabel="row r", ylabel="‖a_r‖")
             plain_log_axis(ax, "x")
         plain_log_axis(axes[0])
         outer_labels(axes, narrow)
-        depth_bar(figure, axes, depth, narrow)
+        depth_key(figure, axes, depth, narrow)
         return figure
 
     parts = [f"{run.label} {span([layer.total.scaled for layer in found])}" for run, found in runs]

@@ -77,7 +77,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
         _notes(console, result.notes)
         _check_failures(study, result)
-        pages = write_pages(folder, result, folder, study.commands())
+        pages = write_pages(folder, result, folder, study.commands(), tell=_tell_stage)
         shown = "".join(f"\nreport: {page}" for page in pages)
         console.print(f"\n{result.verdict}\n{shown}")
 
@@ -168,6 +168,10 @@ def _check_failures(study: "Study", result: "Result", advice: str = "(the same c
         others = f"; `angpt study status {study.folder}` tells why the others did" if len(failures) > 1 else ""
         failed = f"{len(failures)} of {len(result.runs)} runs failed {advice}: {name}: {reason}{others}"
         raise UserError(f"{study.folder}: {failed}")
+
+
+def _tell_stage(stage: str) -> None:
+    terminal().print(f"report: {stage} …")
 
 
 def _notes(console: "Console", notes: Sequence[str]) -> None:
@@ -266,7 +270,7 @@ def report(
         study = Study.open(folders[0])
         result = study.result()
         _notes(terminal(), result.notes)
-        pages = write_pages(study.folder, result, out or study.folder, study.commands())
+        pages = write_pages(study.folder, result, out or study.folder, study.commands(), tell=_tell_stage)
     else:
         names = [Run.open(folder).config().recipe for folder in folders]
         chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
@@ -274,6 +278,6 @@ def report(
             raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
         command = f"angpt report {shlex.join(map(str, folders))}"
         target = out or Path("report")
-        pages = write_pages(target, summarise_runs(folders, chosen), target, [command], folders)
+        pages = write_pages(target, summarise_runs(folders, chosen), target, [command], folders, _tell_stage)
     for page in pages:
         terminal().print(f"report: {page}")

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from angpt.present.interactive import panels_of
 from angpt.present.style import INK, styled
 
 EMBEDDED_BYTES = 250_000
@@ -45,12 +47,14 @@ class Absent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart for the page: SVG for both widths, and the address of the numbers, a data URI unless they are many."""
+    """A chart for the page: SVG for both widths, the address of the numbers (a data URI unless they are many), and its
+    line charts as data, which the script of the page draws instead."""
 
     chart: Chart
     wide: str
     narrow: str
     data_uri: str
+    panels: list[dict[str, Any]]
 
 
 def write_chart(chart: Chart, folder: Path) -> Drawn:
@@ -61,7 +65,8 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
         wide = chart.draw(False)
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
         wide.set_layout_engine("none")  # keep the layout of the PNG
-        svg, narrow = _svg(wide), _svg(chart.draw(True))
+        tall = chart.draw(True)
+        svg, narrow = _svg(wide), _svg(tall)
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
     (folder / f"{chart.name}.svg").write_text(standalone, encoding="utf-8")
@@ -71,10 +76,16 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
         chart,
         inline(svg, f"{chart.name}-wide", chart.alt),
         inline(narrow, f"{chart.name}-narrow", chart.alt),
-        "data:text/csv;base64," + base64.b64encode(table.encode()).decode()
-        if len(table) <= EMBEDDED_BYTES
-        else f"{folder.name}/{chart.name}.csv",
+        address(table, "text/csv", f"{folder.name}/{chart.name}.csv"),
+        panels_of(tall),
     )
+
+
+def address(text: str, kind: str, file: str) -> str:
+    """Where a page finds a text: in a data URI, or in the file if it is large."""
+    if len(text) > EMBEDDED_BYTES:
+        return file
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
 
 
 def _svg(figure: Figure) -> str:
@@ -89,10 +100,14 @@ def inline(svg: str, prefix: str, alt: str) -> str:
     # A style rule inside the SVG would apply to the whole page; the page's own style sheet contains it.
     for unwanted in (r"<metadata>.*?</metadata>", r"<style [^>]*>.*?</style>", r"<!--.*?-->\n?"):
         body = re.sub(unwanted, "", body, flags=re.DOTALL)
-    body = re.sub(r'(?<= )id="', f'id="{prefix}-', body)
+    used = set(re.findall(r'(?:url\(|xlink:href=")#([^)"]*)', body))
+    body = re.sub(r' id="([^"]*)"', lambda found: f' id="{prefix}-{found[1]}"' if found[1] in used else "", body)
     body = body.replace("url(#", f"url(#{prefix}-").replace('xlink:href="#', f'href="#{prefix}-')
     body = body.replace(INK, "currentColor")
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
+    # Most of the file are coordinates, of which a hundredth of a point is enough, indentation, and rotations by 0.
+    body = re.sub(r"<(?:path|use|text|rect)\b[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), body)
+    body = re.sub(r' transform="rotate\(-0 [^"]*"', "", re.sub(r"\n +", "\n", body))
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None
     opening = f'<svg {view[0]} role="img" aria-label="{escape(alt)}">'

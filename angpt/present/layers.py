@@ -18,6 +18,8 @@ from angpt.present.words import quantity
 Values = NDArray[np.float64]
 
 ALPHAS = {"alpha_a": "α of attention", "alpha_m": "α of MLP"}
+LEGEND_LAYERS = 8
+"""Largest number of layers in a legend; more are shown by a colour bar."""
 NOTHING = "No run has recorded its layers (layers_every = 0, or no step done yet)."
 
 
@@ -159,10 +161,11 @@ def _numbers(runs: Sequence[LayerHistory], names: Sequence[str]) -> dict[str, An
     return {"columns": ("architecture", "run", "tokens", "layer", *names), "rows": tuple(rows)}
 
 
-def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int) -> None:
-    """Draw a line per layer, coloured by depth."""
+def layer_lines(ax: Axes, tokens: Values, values: Values, depth: int, last: str | None = None) -> None:
+    """Draw a line per layer, coloured by depth; `last` is the name of the deepest if it is no layer."""
     for layer in range(values.shape[1]):
-        ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4)
+        name = last if last and layer == depth - 1 else f"layer {layer + 1}"
+        ax.plot(tokens, values[:, layer], color=DEPTH(layer / max(1, depth - 1)), lw=1.4, label=name)
 
 
 def layer_panels(
@@ -176,16 +179,16 @@ def layer_panels(
     logarithmic: bool = False,
     last: str | None = None,
 ) -> Figure:
-    """A panel for each (title, tokens, values), with a line per layer and a colour bar of the layers."""
+    """A panel for each (title, tokens, values), with a line per layer and a legend or colour bar of the layers."""
     depth = max(values.shape[1] for _, _, values in series)
     figure, axes = panels(len(series), narrow, columns=columns, height=height, sharey=shared)
     for ax, (title, tokens, values) in zip(axes, series, strict=True):
-        layer_lines(ax, tokens, values, depth)
+        layer_lines(ax, tokens, values, depth, last)
         ax.set(title=title, ylabel=ylabel)
     if logarithmic:
         plain_log_axis(axes[0])
     _token_axes(axes, narrow or not shared)
-    depth_bar(figure, axes, depth, narrow, last)
+    depth_key(figure, axes, depth, narrow, last)
     return figure
 
 
@@ -209,8 +212,11 @@ def _token_axes(axes: list[Axes], narrow: bool) -> None:
     outer_labels(axes, narrow)
 
 
-def depth_bar(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
-    """Add a colour bar that maps colours to layers."""
+def depth_key(figure: Figure, axes: list[Axes], depth: int, narrow: bool, last: str | None = None) -> None:
+    """Add what maps colours to layers: a legend of a few, a colour bar of many."""
+    if depth <= LEGEND_LAYERS:
+        fold_legend(figure, max(axes, key=lambda ax: len(ax.get_legend_handles_labels()[1])), narrow)
+        return
     colors = ListedColormap([DEPTH(i / max(1, depth - 1)) for i in range(depth)])
     mappable = ScalarMappable(BoundaryNorm(np.arange(depth + 1) + 0.5, depth), colors)
     ticks = layer_ticks(depth)

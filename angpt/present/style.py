@@ -60,6 +60,9 @@ RC: dict[str, Any] = {
     "ytick.labelsize": 8.5,
 }
 
+EACH_RUN = "each run"
+"""Note of thin lines that show single runs."""
+
 WIDE, NARROW = 9.6, 3.75
 """Widths in inches: the column of the page on a desktop, and a phone."""
 
@@ -77,6 +80,11 @@ def looks(architectures: Iterable[str]) -> dict[str, Look]:
     for i, name in enumerate(name for name in names if name not in KNOWN):
         found[name] = Look(FURTHER[i % len(FURTHER)], MARKERS[(len(KNOWN) + i) % len(MARKERS)])
     return {name: found[name] for name in names}
+
+
+def unlisted(name: str, note: str) -> str:
+    """Label of a line that has no entry of its own in legends, with what tells it from the line of this name."""
+    return f"_{name}\t{note}"
 
 
 def styled() -> Any:

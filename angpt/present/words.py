@@ -106,8 +106,9 @@ def listed(words: Sequence[str]) -> str:
 
 
 def tied(text: str) -> str:
-    """The text with a non-breaking space before each per cent sign."""
-    return text.replace(" %", "\u00a0%")
+    """The text with non-breaking spaces before per cent signs, after ±, > and <, and inside brackets of intervals."""
+    text = re.sub(r"\[[\d., −-]*\]", lambda found: found[0].replace(" ", "\u00a0"), text)
+    return re.sub(r" (?=%)|(?<=[±><]) ", "\u00a0", text)
 
 
 def printable(text: str) -> str:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from angpt.present.charts import Absent, Chart, Row
 from angpt.present.style import (
+    EACH_RUN,
     INK,
     NARROW,
     WIDE,
@@ -20,6 +21,7 @@ from angpt.present.style import (
     panels,
     reference,
     token_axis,
+    unlisted,
 )
 from angpt.present.words import interval, label, listed, overhead, quantity, speedup
 from angpt.report.records import Material, ReportedRun
@@ -46,7 +48,7 @@ def loss_curves(study: Material) -> Chart | Absent:
     if not runs:
         return Absent(title, "No run has been evaluated yet.")
     style = looks(study.result.architectures)
-    largest = max(run.result.tokens for run in runs)
+    largest = study.result.largest_budget(runs[0].result.size)
     named = {row.architecture: row.runs for row in study.result.leaders if row.tokens == largest}
     means = {a: _mean_curve([run for run in study.of(a) if run.result.name in named.get(a, ())]) for a in style}
     seconds, unit = _time_unit(max(run.record.evaluations[-1].seconds for run in runs))
@@ -61,7 +63,8 @@ def loss_curves(study: Material) -> Chart | Absent:
                 own = [thinned(run.record.evaluations, most) for run in study.of(architecture)]
                 points = [point for run in own for point in (*((x(e), e.loss) for e in run), (math.nan, math.nan))]
                 if points:
-                    ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45)
+                    name = unlisted(label(architecture), EACH_RUN)
+                    ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45, label=name)
             for architecture, curve in means.items():
                 look = style[architecture]
                 xs, ys = [x(e) for e in curve], [e.loss for e in curve]
@@ -157,7 +160,7 @@ def budgets(study: Material) -> Chart | Absent:
             mine = [row for row in rows if row.architecture == architecture]
             _draw_losses(axes[0], mine, place, look)
             for ax, of in zip(axes[1:], kinds.values(), strict=True):
-                _draw_speedups(ax, [(place.x(row), s) for row in mine if (s := of(row))], look)
+                _draw_speedups(ax, label(architecture), [(place.x(row), s) for row in mine if (s := of(row))], look)
         axes[0].set(ylabel="validation loss", title="Final loss")
         for ax, kind in zip(axes[1:], kinds, strict=True):
             reference(ax)
@@ -225,13 +228,16 @@ def _draw_losses(ax: Axes, rows: list[ResultRow], place: _Places, look: Look) ->
                 label=label(rows[0].architecture))  # fmt: skip
 
 
-def _draw_speedups(ax: Axes, found: list[tuple[float, SpeedUp]], look: Look) -> None:
-    ax.plot([x for x, _ in found], [s.value for _, s in found], color=look.color, lw=1.6)
+def _draw_speedups(ax: Axes, name: str, found: list[tuple[float, SpeedUp]], look: Look) -> None:
+    """The values joined by lines, and the bounds by themselves: a line to a bound would look like a trend."""
+    known = [(x, s.value) for x, s in found if s.relation == "="]
+    if known:
+        ax.plot(*zip(*known, strict=True), look.marker + "-", color=look.color, lw=1.6, ms=6, label=name)
     for x, s in found:
         _bar(ax, x, s.low, s.high, look)
-        known = s.relation == "="
-        ax.plot(x, s.value, look.marker, color=look.color, ms=6, mew=1.5, mfc=look.color if known else "none")
-        if not known:
+        if s.relation != "=":
+            note = unlisted(name, "more than" if s.relation == ">" else "less than")
+            ax.plot(x, s.value, look.marker, color=look.color, ms=6, mew=1.5, mfc="none", label=note)
             arrow = {"arrowstyle": "<|-", "color": look.color, "lw": 1.4, "shrinkA": 0, "shrinkB": 4}
             end = (0, 22 if s.relation == ">" else -22)
             ax.annotate("", (x, s.value), end, textcoords="offset points", arrowprops=arrow)

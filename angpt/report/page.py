@@ -1,7 +1,11 @@
 """The page: the parts of a study, worded and put into the template."""
 
+import base64
+import dataclasses
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +16,7 @@ from angpt.errors import UserError
 from angpt.inference.sampling import Sampling
 from angpt.inference.source import Source, open_source
 from angpt.present import words as text
-from angpt.present.charts import Absent, Chart, Drawn, write_chart
+from angpt.present.charts import Absent, Chart, Drawn, address, write_chart
 from angpt.present.layers import LayerHistory, alphas, input_norms, row_norms
 from angpt.present.style import looks
 from angpt.report.evaluations import cell, read_evaluations
@@ -20,9 +24,11 @@ from angpt.report.figures import budgets, costs, loss_curves
 from angpt.report.inside import look_inside
 from angpt.report.records import Material, read_material
 from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, make_samples
-from angpt.results import Result, Row, State
+from angpt.report.training import recipes, training_curves
+from angpt.results import RESULT, Result, Row, State
 from angpt.system import write_atomically
 
+ASSETS = Path(__file__).parent / "assets"
 ENVIRONMENT = {
     "angpt": "angpt",
     "commit": "Commit",
@@ -47,18 +53,38 @@ class BudgetGroup:
     """That with the lowest mean, if there is something to compare."""
 
 
-def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, commands: Sequence[str]) -> Path:
-    """Write `report.html` and `figures/` into `out`; the path of the page."""
+def write_page(
+    study: Path,
+    runs: Sequence[Path],
+    result: Result,
+    out: Path,
+    commands: Sequence[str],
+    tell: Callable[[str], None],
+) -> Path:
+    """Write `report.html` and `figures/` into `out`; the path of the page. `tell` is called with each stage of it."""
+    tell("reading runs")
     material = read_material(runs, result)
     sources = open_sources(material)
     figures = out / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     layers = _histories(material)
-    charts = [loss_curves(material), budgets(material), input_norms(layers), alphas(layers), row_norms(layers)]
-    charts.append(costs(material))
-    drawn: list[Drawn | Absent] = [write_chart(c, figures) if isinstance(c, Chart) else c for c in charts]
+    charts = {
+        "story": [loss_curves(material)],
+        "speed": [budgets(material), costs(material)],
+        "training": [training_curves(material)],
+        "layers": [input_norms(layers), alphas(layers), row_norms(layers)],
+    }
+    tell("drawing figures")
+    drawn: dict[str, list[Drawn | Absent]] = {
+        part: [write_chart(c, figures) if isinstance(c, Chart) else c for c in mine] for part, mine in charts.items()
+    }
+    tell("measuring inside the models")
+    inside = look_inside(material, sources, study, out)
+    tell("generating text")
+    samples = make_samples(material, sources)
+    script = _script()
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader(ASSETS),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -75,11 +101,17 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
         facts=_facts(material),
         state=_state(result),
         groups=_groups(result),
+        largest=max(map(result.largest_budget, result.sizes)),
+        recipes=recipes(material),
+        result_uri=_result_uri(result, figures),
+        style=_asset("uplot/uPlot.min.css") + _asset("style.css"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         colors={a: look.color for a, look in looks(result.architectures).items()},
         figures=drawn,
         evaluations=read_evaluations(material),
-        inside=look_inside(material, sources, study, out),
-        samples=make_samples(material, sources),
+        inside=inside,
+        samples=samples,
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "
         f"{Sampling.temperature:g} among the {Sampling.top_k} likeliest tokens, seed {SEED}",
         commands=commands,
@@ -89,6 +121,25 @@ def write_page(study: Path, runs: Sequence[Path], result: Result, out: Path, com
     path = out / "report.html"
     write_atomically(path, page)
     return path
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _script() -> str:
+    """The one script of the page: uPlot, under its licence, and our use of it."""
+    return f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}\n{_asset('figures.js')}"
+
+
+def _result_uri(result: Result, figures: Path) -> str:
+    """Where the page finds the result that it shows: in itself, or beside its figures if it is large."""
+    text = json.dumps(dataclasses.asdict(result), indent=1)
+    where = address(text, "application/json", f"{figures.name}/{RESULT}")
+    (figures / RESULT).unlink(missing_ok=True)
+    if not where.startswith("data:"):
+        (figures / RESULT).write_text(text, encoding="utf-8")
+    return where
 
 
 def open_sources(study: Material) -> dict[str, Source]:
@@ -135,9 +186,11 @@ def _facts(study: Material) -> list[str]:
     if sizes := sorted({cost.parameters for cost in result.costs}):
         low, high = text.quantity(sizes[0]), text.quantity(sizes[-1])
         facts.append(f"{low if low == high else f'{low} to {high}'} parameters")
-    facts.append(f"{text.listed([text.quantity(b) for b in result.budgets])} tokens")
+    largest = max(map(result.largest_budget, result.sizes))
+    facts.append(f"{text.listed([text.quantity(b) for b in result.budgets if b <= largest])} tokens")
     facts.append(text.plural(len(result.seeds), "seed"))
-    facts.append(f"baseline {text.label(result.baseline)}")
+    longer = text.listed([text.quantity(b) for b in result.budgets if b > largest])
+    facts.append(f"baseline {text.label(result.baseline)}" + (f", also with {longer} tokens" if longer else ""))
     return facts
 
 

@@ -23,6 +23,9 @@ class Comparison:
     """Each seed starts the model and orders the data in its own way, the same for every architecture."""
     budgets: tuple[str, ...] = ()
     """Token budgets, each a complete training; a half, once and twice the budget of the run settings unless given."""
+    baseline_budgets: tuple[str, ...] = ()
+    """Larger token budgets at which the baseline alone is trained, with the first seed: where others at their largest
+    budget are better than the baseline at its own, the speed-up becomes a number instead of a bound."""
     lrs: dict[str, float] = field(default_factory=dict)
     """Learning rates of architectures, such as angpt 0.01 angpt:muon 0.03; by the rule for the size unless given."""
     tune: int = 0
@@ -53,15 +56,25 @@ class Comparison:
         budgets = [parse_budget(text, parameters) for text in self.budgets]
         rule = rule_for(self.architectures[0])
         batch = train.batch_tokens or rule.batch_at(parameters, max(budgets, default=whole), model.context)
+        shared = sorted(set(budgets or [round(whole * part) for part in (0.5, 1, 2)]))
+        further = sorted({parse_budget(text, parameters) for text in self.baseline_budgets})
+        if further and further[0] <= shared[-1]:
+            raise UserError(f"baseline_budgets: must be larger than {short(shared[-1])}, the largest of the budgets")
         grid = Grid(
             architectures=self.architectures,
-            budgets=tuple(map(short, sorted(set(budgets or [round(whole * part) for part in (0.5, 1, 2)])))),
+            budgets=tuple(map(short, shared)),
             batches=(batch,),
             seeds=self.seeds,
             tune=self.tune,
         )
+        longer = dataclasses.replace(
+            grid,
+            architectures=self.architectures[:1],
+            budgets=tuple(map(short, shared[:1] + further)),  # the smallest is that of the trials of `tune`
+            seeds=self.seeds[:1],
+        )
         return StudyConfig(
-            grid=(grid,),
+            grid=(grid, longer) if further else (grid,),
             baseline=self.architectures[0],
             names="short",
             lrs=self.lrs,

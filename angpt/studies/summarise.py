@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from angpt.present.words import label, overhead, quantity, speedup
+from angpt.present.words import label, number, overhead, quantity, speedup
 from angpt.results import Cost, Result, Row, RunResult, SpeedUp
 from angpt.stats import (
     Deviation,
@@ -25,6 +25,8 @@ from angpt.training.run import Run
 
 WIDE = 2.0
 """Ratio of the ends of a speed-up's interval above which the verdict gives no value."""
+BOUNDS = {"=": "", ">": "more than ", "<": "less than "}
+"""Relations of a speed-up in the words of the verdict."""
 
 
 @dataclass(frozen=True)
@@ -204,12 +206,15 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] | None:
-    """The best architecture at the largest budget, and the baseline there; None while one of them has not finished."""
+    """The best architecture other than the baseline at their largest budget, and the baseline there; None while one of
+    them has not finished."""
     done = [c for c in members if c.losses]
-    largest = [c for c in done if c.tokens == max(c.tokens for c in done)]
-    reference = next((c for c in largest if c.group.architecture == baseline), None)
-    others = [c for c in largest if c.group.architecture != baseline]
-    return None if reference is None or not others else (min(others, key=lambda c: mean_log(c.losses)), reference)
+    others = [c for c in done if c.group.architecture != baseline]
+    largest = [c for c in others if c.tokens == max(c.tokens for c in others)]
+    reference = next(
+        (c for c in done if c.group.architecture == baseline and largest and c.tokens == largest[0].tokens), None
+    )
+    return None if reference is None else (min(largest, key=lambda c: mean_log(c.losses)), reference)
 
 
 def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
@@ -250,7 +255,7 @@ def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: 
         return None
     needs = f"To match {name} at {quantity(row.tokens)} tokens, {base} needs"
     if s.low is None or s.high is None:
-        return f"{needs} {'' if s.relation == '=' else f'{s.relation} '}{s.value:.2f}× the tokens"
+        return f"{needs} {BOUNDS[s.relation]}{s.value:.2f}× the tokens"
     if s.high > WIDE * s.low:
         return f"{needs} {s.low:.2f}× to {s.high:.2f}× the tokens: too noisy to tell the speed-up"
     return f"{needs} {s.value:.2f}× the tokens [{s.low:.2f}, {s.high:.2f}]"
@@ -276,5 +281,5 @@ def _average(rows: Sequence[Row], architecture: str) -> str | None:
 
 def _time(overhead: Interval) -> str:
     if overhead.low is not None and overhead.high is not None and overhead.low <= 0 <= overhead.high:
-        return f"No measurable difference in time per step (± {50 * (overhead.high - overhead.low):.1f} %)"
+        return f"No measurable difference in time per step (± {number(50 * (overhead.high - overhead.low), 2)} %)"
     return f"A step takes {abs(100 * overhead.mean):.1f} % {'more' if overhead.mean >= 0 else 'less'} time"

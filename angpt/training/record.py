@@ -34,6 +34,15 @@ class Evaluation:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The loss of a training step on its batch, and the norm of its gradient before clipping."""
+
+    tokens: int
+    loss: float
+    grad_norm: float
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A run: configuration, summary and the records of metrics.jsonl, which is read on first use.
@@ -61,6 +70,11 @@ class RunRecord:
     def evaluations(self) -> tuple[Evaluation, ...]:
         """All evaluations, in order."""
         return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Training steps, in order."""
+        return tuple(Step(r["tokens"], r["loss"], r["grad_norm"]) for r in self._records("train"))
 
     @cached_property
     def layers(self) -> tuple[dict[str, Any], ...]:
@@ -126,6 +140,9 @@ def _record(line: bytes, kind: str) -> dict[str, Any]:
         typed(float, record.get("seconds"), "seconds", finite=True)
         typed(float | None, record.get("val_loss"), "val_loss", finite=True)
         return record
+    if kind == "train":  # others of its values may be null
+        values = {name: typed(float | None, record.get(name), name, finite=True) for name in ("loss", "grad_norm")}
+        return {"step": record["step"], "tokens": record["tokens"], **values}
     for name, value in record.items():
         if name not in ("kind", "step", "tokens"):
             typed(float | None | tuple[float | None, ...], value, name, finite=True)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class Tab:
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.send(method, self, **parameters)
 
-    def open(self, path: Path, width: int, dark: bool = False) -> Self:
+    def open(self, path: Path, width: int, dark: bool = False, script: bool = True) -> Self:
+        self.send("Emulation.setScriptExecutionDisabled", value=not script)
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         self.send(
@@ -50,6 +52,24 @@ class Tab:
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Wait until an expression is true; the page draws its figures after it has loaded."""
+        end = time.monotonic() + 60
+        while not self.evaluate(expression):
+            assert time.monotonic() < end, expression
+            time.sleep(0.05)
+
+    def press(self, key: str) -> None:
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowLeft": 37, "ArrowRight": 39}
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        pressed = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0), "text": text}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **pressed)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+    def mouse(self, kind: str, x: float, y: float) -> None:
+        down = {"button": "left", "buttons": 1, "clickCount": 1} if kind != "Moved" else {}
+        self.send("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **down)
 
     def note(self, method: str, parameters: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":

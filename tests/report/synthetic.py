@@ -64,7 +64,8 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
         if layers:
             lines.append({"kind": "layers", **head, **grown(scalars, step / steps)})
         if step:
-            lines.append({"kind": "train", **head, "loss": curve(run, step / steps), "seconds": 0.1 * step})
+            lines.append({"kind": "train", **head, "loss": curve(run, step / steps), "lr": run.lr,
+                          "grad_norm": 1 + math.cos(step) / 2, "mfu": None, "seconds": 0.1 * step})  # fmt: skip
             lines.append({"kind": "val", **head, "val_loss": curve(run, step / steps), "seconds": 0.1 * step})
     if run.status == "diverged":
         head = {"step": done, "tokens": done * BATCH}

@@ -1,11 +1,14 @@
 import base64
 import csv
 import dataclasses
+import hashlib
 import io
+import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +25,10 @@ from angpt.training.record import Evaluation
 from tests.report.conftest import COMMANDS, Written
 from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
 
-CHARTS = ("loss", "budgets", "input-norms", "alphas", "row-norms", "costs")
+CHARTS = ("loss", "budgets", "costs", "training", "input-norms", "alphas", "row-norms")
+DRAWINGS = 3
+"""Of the architectures."""
+PAPER = "https://arxiv.org/abs/2505.22014"
 INSIDE = ("norms", "gamma", "bound", "factors", "learned", "logit-scales", "robustness", "attention")
 """What an analysis shows of runs that did not record the first moment."""
 
@@ -31,6 +37,11 @@ INSIDE = ("norms", "gamma", "bound", "factors", "learned", "logit-scales", "robu
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """But in the report of the complete comparison, which is made before any test: measuring and drawing take time."""
     monkeypatch.setattr(inside, "LARGEST", 0)
+
+
+def data_of(html: str, figure: str) -> list[dict[str, Any]]:
+    """The panels that the script of the page draws for a figure."""
+    return json.loads(html.partition(f'<figure id="{figure}">')[2].partition('json">')[2].partition("</script>")[0])
 
 
 class Page(HTMLParser):
@@ -75,7 +86,7 @@ class Page(HTMLParser):
 def assert_table_is_result(cells: dict[tuple[str, str], dict[str, str]], result: Result) -> None:
     assert len(cells) == len(result.rows)
     for cell in result.rows:
-        shown = cells[cell.architecture, str(cell.tokens)]
+        shown = {n: v.replace("\u00a0", " ") for n, v in cells[cell.architecture, str(cell.tokens)].items()}
         assert shown["diverged"] == str(cell.diverged)
         if cell.val_loss is None:
             assert shown["loss"] == "not yet"
@@ -114,7 +125,7 @@ def test_the_page_says_what_was_found_and_how_to_repeat_it(complete: Written) ->
 def test_every_figure_is_there_as_png_svg_and_csv_with_its_description(complete: Written) -> None:
     page = Page(complete.html)
     drawn = [values for tag, values in page.tags if tag == "svg"]
-    assert len(drawn) == 2 * len(CHARTS + INSIDE)
+    assert len(drawn) == 2 * len(CHARTS + INSIDE) + DRAWINGS
     assert all(values["role"] == "img" and len(values["aria-label"] or "") > 40 for values in drawn)
     links = {v["download"]: v["href"] or "" for tag, v in page.tags if tag == "a" and "download" in v}
     for name in CHARTS + INSIDE:
@@ -138,12 +149,55 @@ def test_the_numbers_behind_the_curves_are_those_of_the_runs(complete: Written) 
 
 def test_nothing_is_fetched(complete: Written) -> None:
     page = Page(complete.html)
-    allowed = ("#", "data:")
     for tag, values in page.tags:
-        assert tag not in ("script", "img", "iframe", "object", "embed")
+        assert tag not in ("img", "iframe", "object", "embed")
         for name in ("src", "href", "srcset", "xlink:href", "action", "poster"):
-            assert (values.get(name) or "#").startswith(allowed), (tag, name)
-    assert not re.search(r"url\((?!#)|@import|https?://", complete.html)
+            link = values.get(name) or "#"
+            assert link.startswith(("#", "data:")) or (tag, link) == ("a", PAPER), (tag, name)
+    assert not re.search(r"url\((?!#)|@import", complete.html)
+    scripts = [values for tag, values in page.tags if tag == "script"]
+    assert [values for values in scripts if values != {"type": "application/json"}] == [{}]
+    assert re.findall('https?://[^"* ]*', complete.html) == [PAPER, "https://github.com/leeoniya/uPlot"]
+
+
+def test_the_policy_allows_the_one_script_with_its_licence(complete: Written) -> None:
+    script = complete.html.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = next(v["content"] for t, v in Page(complete.html).tags if t == "meta" and "http-equiv" in v)
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
+    assert "The MIT License (MIT)" in script
+    assert "Leon Sorokin" in script
+
+
+def test_the_result_can_be_taken_from_the_page(complete: Written) -> None:
+    link = next(v["href"] or "" for _, v in Page(complete.html).tags if v.get("download") == "result.json")
+    found = json.loads(base64.b64decode(link.partition(",")[2]))
+    assert found == json.loads(json.dumps(dataclasses.asdict(complete.result)))
+
+
+def test_the_story_is_open_and_the_rest_is_folded(complete: Written) -> None:
+    before, *folded = complete.html.split('<details class="section">')
+    assert re.findall(r'<(?:figure|table|h2)[^>]* (?:id|class)="([^"]*)"', before) == [
+        "losses", "loss", "losses", "compared", "recipes"
+    ]  # fmt: skip
+    assert [re.findall(r'<h2 id="([^"]*)"', part)[0] for part in folded] == [
+        "speed", "steps", "layers", "inside", "samples", "repeat"
+    ]  # fmt: skip
+
+
+def test_no_line_joins_a_number_and_a_bound(complete: Written) -> None:
+    lines = data_of(complete.html, "budgets")[1]["series"]
+    assert [(line["name"], line["note"], len(line["x"])) for line in lines] == [
+        (name, note, 1) for name in ("nGPT", "anGPT") for note in ("", "more than")
+    ]
+
+
+def test_each_architecture_has_its_recipe(complete: Written) -> None:
+    table = complete.html.partition('<table class="recipes">')[2].partition("</table>")[0]
+    rows = [re.sub("<[^>]*>", "|", row) for row in table.split("<tr>")[2:]]
+    assert [[cell.strip() for cell in row.split("|") if cell.strip()] for row in rows] == [
+        [name, "Adam", "0.01", "none", "cosine to 1\u00a0%", "none", "at norm 1"] for name in ("GPT+", "nGPT", "anGPT")
+    ]
 
 
 def test_ids_are_unique_and_references_find_them(complete: Written) -> None:
@@ -154,7 +208,7 @@ def test_ids_are_unique_and_references_find_them(complete: Written) -> None:
 
 
 def test_figures_take_the_colours_of_the_page(complete: Written) -> None:
-    svgs = re.findall(r"<svg .*?</svg>", complete.html, re.DOTALL)
+    svgs = re.findall(r'class="picture[^>]*>(<svg .*?</svg>)', complete.html, re.DOTALL)
     assert len(svgs) == 2 * len(CHARTS + INSIDE)
     for svg in svgs:
         assert "currentColor" in svg
@@ -206,7 +260,7 @@ def test_a_comparison_under_way(tmp_path: Path) -> None:
     assert "Partial: 2 of 6 runs finished, 2 diverged, 1 unfinished, 1 waiting." in page.text
     assert "50 % done" in page.text
     assert_table_is_result(page.cells, result)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS)
+    assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS) + DRAWINGS
 
 
 def test_before_the_first_step_each_part_says_why_it_is_empty(tmp_path: Path) -> None:
@@ -215,7 +269,7 @@ def test_before_the_first_step_each_part_says_why_it_is_empty(tmp_path: Path) ->
     ]
     result = dataclasses.replace(make_result(results, complete=False), costs=())
     page = Page(write_report(tmp_path, [], result, tmp_path / "out").read_text())
-    assert not any(tag == "svg" for tag, _ in page.tags)
+    assert sum(tag == "svg" for tag, _ in page.tags) == DRAWINGS
     for reason in ("No run has been evaluated yet.", "No run has finished yet.", "No run has recorded its layers",
                    "No run has trained long enough", "No run has started yet."):  # fmt: skip
         assert reason in page.text
@@ -252,7 +306,10 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     result = dataclasses.replace(make_result(results), verdicts={"": "<img src=x onerror=alert(1)> & {{ 7 * 7 }}"})
     path = write_report(tmp_path, runs, result, tmp_path / "out", ["angpt </code><script>alert(2)</script>"])
     page = Page(path.read_text())
-    assert not any(tag in ("script", "img") for tag, _ in page.tags)
+    assert not any(tag == "img" for tag, _ in page.tags)
+    scripts = [values for tag, values in page.tags if tag == "script"]
+    assert [values for values in scripts if values != {"type": "application/json"}] == [{}]
+    assert text.label(evil) in {line["name"] for panel in data_of(path.read_text(), "loss") for line in panel["series"]}
     assert not any(name.startswith("on") for _, values in page.tags for name in values)
     assert result.verdict in page.text
     assert text.label(evil) in page.text
@@ -297,7 +354,8 @@ def test_many_runs_with_many_evaluations_make_a_small_page(tmp_path: Path) -> No
     chart = loss_curves(material)
     assert isinstance(chart, Chart)
     drawn = write_chart(chart, tmp_path)
-    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) < 2_000_000
+    assert {line["note"] for panel in drawn.panels for line in panel["series"]} == {""}  # means alone
+    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) + len(json.dumps(drawn.panels)) < 1_000_000
     assert drawn.data_uri == f"{tmp_path.name}/loss.csv"
     assert (tmp_path / "loss.csv").read_text().count("\n") == 1 + 100 * len(runs)
 

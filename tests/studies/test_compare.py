@@ -90,6 +90,16 @@ def test_budgets_follow_from_the_settings_of_the_runs(data, tmp_path):
     assert Study(tmp_path, config.study()).result().budgets == (5_000, 10_000, 20_000)
 
 
+def test_the_baseline_alone_has_further_budgets(data, tmp_path):
+    study = compare(data, tmp_path, baseline_budgets=("8192",), tune=2)
+    assert len(trials(study)) == 3 * 2
+    further = [job for job in runs(study) if job.config.tokens == "8192"]
+    assert [job.folder.name for job in further] == ["gpt+-8.192k-s0"]
+    assert len(runs(study)) == 3 * 2 * 2 + 1
+    assert study.result().largest_budget("") == 4096
+    assert {job.config.batch_tokens for job in runs(study)} == {256}
+
+
 def test_tuning_gives_every_architecture_the_same_number_of_trials(data, tmp_path):
     study = compare(data, tmp_path, tune=3)
     jobs = study.jobs()  # no run has a rate yet
@@ -306,6 +316,7 @@ def test_diverged_runs_are_data(data, tmp_path, capsys):
         ({"architectures": ()}, "architectures: name at least one"),
         ({"lrs": {"ngtp": 1.0}}, "lrs: ngtp is not among"),
         ({"tune": -1}, "tune = -1"),
+        ({"baseline_budgets": ("4096",)}, "baseline_budgets: must be larger than 4.096k"),
     ],
 )
 def test_mistakes(data, overrides, message):

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_noise_is_called_noise():
         told(rows, half=0.02) == "anGPT reaches 2.950, GPT+ 3.000 (−1.7 % ± 2.0 %). Too noisy to tell which is better."
     )
     assert told(rows, half=0.01) == (
-        "anGPT reaches 2.950, GPT+ 3.000 (−1.7 %). To match anGPT at 1 tokens, GPT+ needs > 1.00× the tokens."
+        "anGPT reaches 2.950, GPT+ 3.000 (−1.7 %). To match anGPT at 1 tokens, GPT+ needs more than 1.00× the tokens."
     )
 
 
@@ -85,7 +86,7 @@ def test_the_verdict_and_the_table_agree_on_what_is_noise(losses, noisy):
 def test_a_loss_is_called_one():
     rows = [row("gpt+", 1, 3.0), row("angpt", 1, 3.3, speedup=SpeedUp(0.8, None, None, "<"))]
     assert told(rows) == (
-        "anGPT reaches 3.300, GPT+ 3.000 (+10.0 %). To match anGPT at 1 tokens, GPT+ needs < 0.80× the tokens."
+        "anGPT reaches 3.300, GPT+ 3.000 (+10.0 %). To match anGPT at 1 tokens, GPT+ needs less than 0.80× the tokens."
     )
 
 
@@ -112,11 +113,22 @@ def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
     assert summarised(*groups).verdict.startswith("anGPT reaches 2.900, GPT+ 3.000 (−3.3 %).")
 
 
+def test_a_longer_run_of_the_baseline_turns_a_bound_into_a_number():
+    groups = [chosen("gpt+", b, 3.2 - b / 10) for b in (1, 2)] + [chosen("angpt", b, 3.1 - b / 10) for b in (1, 2)]
+    before, after = summarised(*groups), summarised(*groups, chosen("gpt+", 4, 2.8))
+    assert [row.speedup_tokens.relation for row in (before.rows[3], after.rows[3])] == [">", "="]
+    assert after.rows[3].speedup_tokens.value == pytest.approx(2 ** (math.log(3.0 / 2.9) / math.log(3.0 / 2.8)))
+    assert after.verdict.startswith("anGPT reaches 2.900, GPT+ 3.000")
+    assert after.largest_budget("") == 2
+    assert [run.tokens for run in after.representatives()] == [2, 2]
+    assert summarised(chosen("gpt+", 4, 2.8)).largest_budget("") == 4
+
+
 def test_of_bounds_the_strongest_is_told():
     bounds = SpeedUp(2.0, None, None, ">"), SpeedUp(1.0, None, None, ">")
     rows = [row("gpt+", 1, 3.2), row("gpt+", 2, 3.0)]
     rows += [row("angpt", b + 1, 2.9 - b / 10, speedup=bounds[b]) for b in (0, 1)]
-    assert "at 1 tokens, GPT+ needs > 2.00× the tokens" in told(rows)
+    assert "at 1 tokens, GPT+ needs more than 2.00× the tokens" in told(rows)
 
 
 def test_the_average_over_budgets_is_told_where_several_are_known():

@@ -3,12 +3,13 @@ import json
 import pytest
 
 from angpt.errors import UserError
-from angpt.training.record import Evaluation, RunRecord, newest_values
+from angpt.training.record import Evaluation, RunRecord, Step, newest_values
 from angpt.training.run import Run
 from tests.training.conftest import small
 
 LINES = [
-    {"kind": "train", "step": 1, "tokens": 256, "loss": 3.0},
+    {"kind": "train", "step": 1, "tokens": 256, "loss": 3.0, "grad_norm": 0.5, "mfu": None},
+    {"kind": "train", "step": 2, "tokens": 512, "loss": 3.0, "grad_norm": None, "mfu": 0.4},
     {"kind": "layers", "step": 1, "tokens": 256, "input_norm": [1.0, 2.0]},
     {"kind": "layers", "step": 2, "tokens": 512, "input_norm": [1.0, None]},
     {"kind": "moments", "step": 2, "tokens": 512, "W_p": [0.5]},
@@ -26,14 +27,15 @@ def test_a_record_has_what_the_run_wrote_but_for_values_that_were_not_finite(run
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"kind": "va')
     record = RunRecord.open(run.path)
     assert record.evaluations == (Evaluation(512, 1.5, 2.5),)
-    assert record.layers == (LINES[1],)
-    assert record.moments == (LINES[3],)
+    assert record.layers == (LINES[2],)
+    assert record.moments == (LINES[4],)
+    assert record.steps == (Step(256, 3.0, 0.5),)
     assert (record.name, record.config, record.summary) == ("run", run.config(), None)
 
 
 def test_a_run_that_has_just_begun_has_no_records(run):
     record = RunRecord.open(run.path)
-    assert record.evaluations == record.layers == record.moments == ()
+    assert record.evaluations == record.layers == record.moments == record.steps == ()
 
 
 def test_many_records_are_thinned_evenly_and_the_last_one_stays(run):
@@ -77,8 +79,8 @@ def test_damage_is_an_error_that_names_the_line(run, text, message):
 
 
 def test_records_of_layers_that_differ_are_an_error(run):
-    other = LINES[1] | {"input_norm": [1.0, 2.0, 3.0]}
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in (LINES[1], other)))
+    other = LINES[2] | {"input_norm": [1.0, 2.0, 3.0]}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in (LINES[2], other)))
     with pytest.raises(UserError, match=r"line 2: .*other names or another number of layers than the first record"):
         RunRecord.open(run.path).layers  # noqa: B018
 
