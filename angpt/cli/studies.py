@@ -51,7 +51,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             workers: Runs at a time; one per GPU, or two on the CPU, unless given.
         """
 
-        from angpt.report import write_pages
+        from angpt.reports import write_pages
         from angpt.studies.executor import Processes
         from angpt.studies.study import FILE, Study
 
@@ -244,7 +244,7 @@ def report(
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
 
-    from angpt.report import write_pages
+    from angpt.reports import write_pages
     from angpt.studies.folders import summarise_runs
     from angpt.studies.study import FILE, Study
     from angpt.training.run import Run

@@ -13,7 +13,7 @@ def write_report(study: Path, runs: Sequence[Path], result: Result, out: Path, c
     `runs` are the run folders of the study, complete or under way; `commands` are what repeats it.
     """
     try:
-        from angpt.report.page import write_page
+        from angpt.reports.page import write_page
 
         return write_page(study, runs, result, out, commands)
     except ModuleNotFoundError as error:
