@@ -1,10 +1,12 @@
 """Configuration as typed, frozen dataclasses. Every field carries its own documentation, which `--help` shows."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Annotated, Any, Literal, Self
 
 import tyro
@@ -287,6 +289,38 @@ class TrainConfig:
         changes = {"name": "muon"} if colon else {n: getattr(OptimizerConfig, n) for n in ("name", *MUON_SETTINGS)}
         return dataclasses.replace(self, model=model, optimizer=dataclasses.replace(self.optimizer, **changes))
 
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """The same configuration with other values of some settings, by dotted names: {"optimizer.lr": 0.01}.
+
+        With another architecture or optimizer, learning rates, warm-up and decay are chosen anew.
+        """
+        values, known = dataclasses.asdict(self), settings_of(self)
+        for name, value in settings.items():
+            if name not in known:
+                raise UserError(f"unknown setting {name!r}: {nearest(name, known)}")
+            *tables, key = name.split(".")
+            functools.reduce(getitem, tables, values)[key] = value
+        changed = from_dict(type(self), values)
+        return changed if changed.recipe == self.recipe else changed.without_rates_of(self)
+
+    def without_rates_of(self, other: Self) -> Self:
+        """The same configuration with learning rates, warm-up and decay left open where they are those of `other`: the
+        values in the config.toml of a run would be wrong for another architecture or optimizer."""
+        ours, theirs = self.optimizer, other.optimizer
+        names = ["lr", "adam_lr", "warmup", "weight_decay", *(["momentum"] if ours.name == "adam" else [])]
+        opened = {
+            name: getattr(OptimizerConfig, name) for name in names if getattr(ours, name) == getattr(theirs, name)
+        }
+        return dataclasses.replace(self, optimizer=dataclasses.replace(ours, **opened))
+
+    @property
+    def default_name(self) -> str:
+        """Name of a run: angpt-laptop-s0, or angpt-d64-l2-s0 if the dimensions are not those of a preset."""
+        model = dataclasses.asdict(self.model)
+        named = (name for name, values in PRESETS.items() if values["model"].items() <= model.items())
+        size = next(named, f"d{self.model.d_model}-l{self.model.n_layers}")
+        return f"{self.recipe.replace('/', '-').replace(':', '-')}-{size}-s{self.seed}"
+
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")
 """Settings that depend on the machines of a run. They change its numbers by rounding at most."""
@@ -345,6 +379,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str) -> TrainConfig:
+    """A configuration by name: laptop (minutes on two CPU cores), or a size of the paper, 32M to 1B."""
     if name not in PRESETS:
         raise UserError(f"unknown preset {name!r}: {nearest(name, PRESETS)}")
     return from_dict(TrainConfig, PRESETS[name])

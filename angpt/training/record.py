@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +34,25 @@ class Evaluation:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class TrainStep:
+    """A training step: its loss before the update, and what was measured with it."""
+
+    step: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float
+    """Model FLOPs utilisation: part of the device's rate of matrix products."""
+    seconds: float
+    """Time spent in training steps so far."""
+
+
+TRAIN_STEP = tuple(field.name for field in fields(TrainStep))
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """A run: configuration, summary and the records of metrics.jsonl, which is read on first use.
@@ -61,6 +80,11 @@ class RunRecord:
     def evaluations(self) -> tuple[Evaluation, ...]:
         """All evaluations, in order."""
         return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
+
+    @cached_property
+    def losses(self) -> tuple[TrainStep, ...]:
+        """Training steps, in order."""
+        return tuple(TrainStep(**{name: r[name] for name in TRAIN_STEP}) for r in self._records("train"))
 
     @cached_property
     def layers(self) -> tuple[dict[str, Any], ...]:
@@ -122,6 +146,8 @@ def _record(line: bytes, kind: str) -> dict[str, Any]:
     record = typed(dict[str, Any], parse_json(line), "the line")
     for name in ("step", "tokens"):
         typed(int, record.get(name), name)
+    if missing := [name for name in TRAIN_STEP if name not in record] if kind == "train" else []:
+        raise UserError(f"the key {missing[0]!r} is missing")
     if kind == "val":
         typed(float, record.get("seconds"), "seconds", finite=True)
         typed(float | None, record.get("val_loss"), "val_loss", finite=True)
