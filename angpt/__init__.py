@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from angpt.models.variants import ARCHITECTURES as ARCHITECTURES
     from angpt.models.variants import build as build
     from angpt.optim.standalone import Muon as Muon
+    from angpt.results import Result as Result
     from angpt.slurm import SlurmConfig as SlurmConfig
     from angpt.studies.compare import Comparison as Comparison
     from angpt.studies.config import Grid as Grid
@@ -99,6 +100,7 @@ _PUBLIC = {
     "models.primitives": ("LearnedScale", "lerp", "norm", "rms"),
     "models.variants": ("ARCHITECTURES", "build"),
     "optim.standalone": ("Muon",),
+    "results": ("Result",),
     "slurm": ("SlurmConfig",),
     "studies.compare": ("Comparison",),
     "studies.config": ("Grid", "Shape", "StudyConfig"),
