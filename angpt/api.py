@@ -287,7 +287,7 @@ def report(
         opened = Study.open(paths[0])
         return write_pages(opened.folder, opened.result(), Path(out or opened.folder), opened.commands())
     names = [Run.open(path).config().recipe for path in paths]
-    chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
+    chosen = (baseline or ("gpt+" if "gpt+" in names else names[0])).lower()
     if chosen not in names:
         raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
     command, target = f"angpt report {shlex.join(map(str, paths))}", Path(out or "report")

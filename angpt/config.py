@@ -35,7 +35,7 @@ class ModelConfig:
     """A decoder-only language model: its architecture, its size, and constants that the paper leaves open."""
 
     architecture: Annotated[str, tyro.conf.arg(aliases=["--arch"])] = "angpt"
-    """gpt+, ngpt, angpt, or a variant such as angpt/no-lerp."""
+    """gpt+, ngpt, angpt, or a variant such as angpt/no-lerp, in any case."""
     d_model: int = 256
     """Width of the residual stream, d_m."""
     n_layers: int = 6
@@ -46,7 +46,7 @@ class ModelConfig:
     """Width of the MLP, d_f; 4 · d_m unless given."""
     vocab_size: int = 50_304
     """Rows of the embedding and of the head."""
-    context: int = 2048
+    context: Annotated[int, tyro.conf.arg(aliases=["--context"])] = 2048
     """Longest sequence in tokens."""
     rotary_fraction: float = 0.5
     """Fraction of each head's dimensions that is rotated."""
@@ -64,6 +64,7 @@ class ModelConfig:
     """Factor of the activation (anGPT), as the paper quotes it. A no-op in exact arithmetic."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "architecture", self.architecture.lower())
         sizes = ("d_model", "n_heads", "vocab_size", "context", "d_ff")
         within = f"positive and at most {MOST_DIMENSIONS:,}"
         check_settings(self, within, lambda value: 0 < value <= MOST_DIMENSIONS, *sizes, prefix="model.")
@@ -101,10 +102,8 @@ class ModelConfig:
 
     @classmethod
     def size(cls, name: str, **overrides: Any) -> Self:
-        """A model of the paper by its name, such as 32M or 0.5B."""
-        if name not in SIZES:
-            raise UserError(f"unknown model size {name!r}: {nearest(name, SIZES)}")
-        return from_dict(cls, dict(zip(DIMENSIONS, SIZES[name], strict=True)) | overrides)
+        """A model by its name: laptop, or a size of the paper such as 32M or 0.5B."""
+        return from_dict(cls, PRESETS[size_name(name)]["model"] | overrides)
 
 
 DIMENSIONS = ("d_model", "n_layers", "n_heads")
@@ -123,7 +122,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
 class DataConfig:
     """The training data."""
 
-    path: str = "data/stdlib"
+    path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "data/stdlib"
     """Folder made by `angpt data prepare`, or a folder or file of .bin tokens of nanoGPT or llm.c."""
     mask_documents: bool = False
     """Keep attention inside each document; otherwise it crosses documents, as in the paper."""
@@ -163,9 +162,9 @@ class PrepareConfig:
 class OptimizerConfig:
     """The optimizer, with decoupled weight decay of matrices, and the schedule of its rate: warm-up, then a cosine."""
 
-    name: Literal["adam", "muon"] = "adam"
+    name: Annotated[Literal["adam", "muon"], tyro.conf.arg(aliases=["--optimizer"])] = "adam"
     """muon: Muon on the matrices of the blocks, Adam on embedding, head and vectors."""
-    lr: float | None = None
+    lr: Annotated[float | None, tyro.conf.arg(aliases=["--lr"])] = None
     """Peak learning rate, with muon that of Muon; from the rule for the model (training/rules.toml) unless given."""
     adam_lr: float | None = None
     """muon: peak learning rate of Adam; from the rule for the model unless given."""
@@ -217,7 +216,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokens: str = "20x"
     """Token budget: a number such as 100M or 2e9, or a multiple of the parameter count such as 20x."""
-    batch_tokens: int | None = None
+    batch_tokens: Annotated[int | None, tyro.conf.arg(aliases=["--batch"])] = None
     """Tokens per step over all devices; from the rule for the model's size (training/rules.toml) unless given."""
     micro_batch: int | None = None
     """Sequences per forward pass on one device (gradient accumulation); 32k tokens on a GPU and 4k on the CPU unless
@@ -281,7 +280,7 @@ class TrainConfig:
 
     def with_recipe(self, recipe: Recipe) -> Self:
         """The same settings with the architecture and the optimizer of a recipe; with Adam without those of Muon."""
-        architecture, colon, optimizer = recipe.partition(":")
+        architecture, colon, optimizer = recipe.lower().partition(":")
         if colon and (optimizer != "muon" or not architecture):
             base = architecture or "angpt"
             raise UserError(f"{recipe!r}: write {base}, which Adam trains, or {base}:muon")
@@ -375,11 +374,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     **{name: {"model": dict(zip(DIMENSIONS, dimensions, strict=True))} for name, dimensions in SIZES.items()},
 }
-"""Values for `angpt train --preset`: laptop (minutes on two CPU cores), and the models of the paper."""
+"""Settings by the name of a size: laptop (minutes on two CPU cores), and the models of the paper."""
 
 
 def preset(name: str) -> TrainConfig:
     """A configuration by name: laptop (minutes on two CPU cores), or a size of the paper, 32M to 1B."""
-    if name not in PRESETS:
-        raise UserError(f"unknown preset {name!r}: {nearest(name, PRESETS)}")
-    return from_dict(TrainConfig, PRESETS[name])
+    return from_dict(TrainConfig, PRESETS[size_name(name)])
+
+
+def size_name(text: str) -> str:
+    """The name of a preset, given in any case."""
+    found = next((name for name in PRESETS if name.lower() == text.lower()), None)
+    if found is None:
+        raise UserError(f"unknown size {text!r}: {nearest(text, PRESETS)}")
+    return found

@@ -47,6 +47,18 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def test_common_options_have_short_names(monkeypatch):
+    seen = []
+    monkeypatch.setattr("angpt.cli.train.run_here", lambda *call, **_: seen.append(call))
+    short = "--size 62m --arch nGPT --lr 0.01 --batch 4096 --data d --optimizer muon --context 64"
+    long = "--preset 62M --model.architecture ngpt --optimizer.lr 0.01 --batch-tokens 4096 --data.path d"
+    main(["train", *short.split()])
+    main(["train", *long.split(), "--optimizer.name", "muon", "--model.context", "64"])
+    assert seen[0] == seen[1]
+    config, folder, _ = seen[0]
+    assert (config.optimizer.lr, config.model.d_model, folder.name) == (0.01, 384, "ngpt-muon-62M-s0")
+
+
 def test_models_lists_sizes_and_architectures(capsys):
     code, out, _ = call(capsys, "models")
     assert code == 0
@@ -145,7 +157,7 @@ def test_text_is_never_markup(capsys, tmp_path):
     ("args", "message"),
     [
         (("models", "angtp"), "unknown architecture 'angtp': did you mean angpt"),
-        (("factors", "--size", "33M"), "unknown model size '33M': did you mean 32M"),
+        (("factors", "--size", "33M"), "unknown size '33M': did you mean 32M"),
         (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --count?"),
         (("nonsense",), "Unrecognized options: nonsense; Available subcommands: data, train,"),
         (("train", "--seed", "x"), "Error parsing --seed: invalid literal for int() with base 10: 'x'"),

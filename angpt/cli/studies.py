@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from angpt.cli.train import EXIT_INTERRUPTED, starting_point
-from angpt.config import ModelConfig, TrainConfig
+from angpt.cli.train import EXIT_INTERRUPTED, Preset, starting_point
+from angpt.config import ModelConfig, TrainConfig, size_name
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.studies.compare import Comparison
@@ -28,7 +28,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
 
     def compare(
         settings: Annotated[Comparison, tyro.conf.arg(name="")] = base,
-        preset: str | None = None,
+        preset: Preset = None,
         config: Path | None = None,
         out: Path | None = None,
         workers: int | None = None,
@@ -48,7 +48,7 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         from angpt import api
         from angpt.studies.study import STUDIES
 
-        folder = out or STUDIES / (preset or (config.stem if config else "laptop"))
+        folder = out or STUDIES / (size_name(preset) if preset else config.stem if config else "laptop")
         command = shlex.join(["angpt", *args])
         stopped = f"{folder}: stopped; the same command goes on: {command}"
         try:

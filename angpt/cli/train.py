@@ -17,13 +17,15 @@ from angpt.slurm import SlurmConfig
 
 EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
 DEFAULT_PRESET = "laptop"
+Preset = Annotated[str | None, tyro.conf.arg(aliases=["--size"])]
 
 
 def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
     """The configuration that other options override: that of a run, a file or a preset."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.set_defaults(resume=None)
-    for name in ("--config", "--preset", *(("--resume",) if resumable else ())):
+    parser.add_argument("--preset", "--size")
+    for name in ("--config", *(("--resume",) if resumable else ())):
         parser.add_argument(name)
     try:
         chosen, _ = parser.parse_known_args(args)
@@ -47,7 +49,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
 
     def train(
         settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
-        preset: str | None = None,
+        preset: Preset = None,
         config: Path | None = None,
         resume: Path | None = None,
         out: Path | None = None,
@@ -76,7 +78,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             settings = settings.without_rates_of(base)
         folder = resume or out or Path("runs") / settings.default_name
         if not slurm:
-            run_here(settings, folder, resumed=resume is not None)
+            run_here(settings, folder, resume is not None)
         elif resume is None and folder.exists():
             raise UserError(f"{folder}: exists; continue with `--resume {folder}` or choose another --out")
         else:
