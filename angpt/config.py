@@ -53,13 +53,13 @@ class ModelConfig:
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies."""
     g_init: float | None = None
-    """Initial value of the learned attention scale g; sqrt(d_h) unless given."""
+    """Initial value of the learned attention scale g; √d_h unless given."""
     alpha_init: float = 0.05
     """Initial value of the interpolation weights α (nGPT, anGPT)."""
     stored_scale: float | None = None
-    """Initial stored value of α, s_qk and s_z; 0.01 for anGPT and 1/sqrt(d_m) for nGPT unless given."""
+    """Initial stored value of α, s_qk and s_z; 0.01 for anGPT and 1/√d_m for nGPT unless given."""
     nu_p: float | None = None
-    """Factor of the attention output map (anGPT); sqrt(d_h/d_m) unless given. A no-op in exact arithmetic."""
+    """Factor of the attention output map (anGPT); √(d_h/d_m) unless given. A no-op in exact arithmetic."""
     nu_acf: float = 3.74
     """Factor of the activation (anGPT), as the paper quotes it. A no-op in exact arithmetic."""
 

@@ -167,17 +167,19 @@ def study_plan(
     Args:
         file: The study, or the folder of one.
         out: Its folder, if it has been begun elsewhere than in studies/; runs that have ended cost nothing.
-        tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given.
+        tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given. GPU hours are
+            left out if it is not given and the study is small enough for this machine without a GPU.
     """
 
     from angpt.present.tables import show
-    from angpt.studies.progress import ASSUMED_TFLOPS, plan_lines, plan_table, progress
+    from angpt.studies.progress import gpu_rate, plan_lines, plan_table, progress
     from angpt.studies.study import Study, file_of, folder_of
 
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops {tflops}: must be positive and finite")
     study = Study.read(file_of(file), out or folder_of(file))
-    runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, terminal()
+    runs, console = progress(study), terminal()
+    rate = tflops or gpu_rate(study, runs)
     show(console, plan_table(runs, rate))
     for line in plan_lines(study, runs, rate):
         console.print(line)

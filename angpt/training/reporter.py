@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from angpt.present.terminal import terminal
-from angpt.present.words import printable
+from angpt.present.words import duration, printable
 from angpt.training.plan import Plan
 
 
@@ -104,7 +104,7 @@ class PlainReporter(Reporter):
         self.console, self.last = console, 0.0
 
     def start(self, plan: Plan, step: int) -> None:
-        self.steps = plan.steps
+        self.steps, self.batch_tokens = plan.steps, plan.batch_tokens
         c = plan.config
         self._print(
             f"{c.recipe}: {plan.parameters / 1e6:.2f}M parameters, steps {step:,} to {plan.steps:,} of "
@@ -115,7 +115,9 @@ class PlainReporter(Reporter):
         now = time.monotonic()
         if now - self.last >= self.SECONDS or step == self.steps:
             self.last = now
-            self._print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+            left = duration((self.steps - step) * self.batch_tokens / tokens_per_s)
+            speed = f"{tokens_per_s:,.0f} tokens/s" + (f"  {left} left" if step < self.steps else "")
+            self._print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  {speed}")
 
     def validation(self, step: int, loss: float) -> None:
         self._print(f"step {step:,}/{self.steps:,}  validation loss {loss:.4f}")
