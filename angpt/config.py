@@ -100,6 +100,35 @@ class ModelConfig:
         """Initial g. q and k have length 1, so q·k has standard deviation 1/sqrt(d_h); the default makes it 1."""
         return math.sqrt(self.d_head) if self.g_init is None else self.g_init
 
+    @property
+    def stored_start(self) -> float:
+        """Initial stored value of α, s_qk and s_z: the paper's for anGPT, that of nGPT's authors for nGPT."""
+        if self.stored_scale is not None:
+            return self.stored_scale
+        return 1 / math.sqrt(self.d_model) if self.architecture.startswith("ngpt") else 0.01
+
+    @property
+    def nu_p_value(self) -> float:
+        return math.sqrt(self.d_head / self.d_model) if self.nu_p is None else self.nu_p
+
+    def resolved(self) -> Self:
+        """The same model with values for the settings that are None."""
+        derived = {
+            "d_ff": self.d_mlp,
+            "g_init": self.g_start,
+            "stored_scale": self.stored_start,
+            "nu_p": self.nu_p_value,
+        }
+        return dataclasses.replace(self, **{n: value for n, value in derived.items() if getattr(self, n) is None})
+
+    def without_derived_of(self, other: Self) -> Self:
+        """The same model with the settings left open that `other` has and its architecture and dimensions imply: the
+        config.toml of a run has values for them, which would be wrong for another model."""
+        names = ("d_ff", "g_init", "stored_scale", "nu_p")
+        implied = dataclasses.replace(other, **dict.fromkeys(names)).resolved()
+        opened = [n for n in names if getattr(self, n) == getattr(other, n) == getattr(implied, n)]
+        return dataclasses.replace(self, **dict.fromkeys(opened))
+
     @classmethod
     def size(cls, name: str, **overrides: Any) -> Self:
         """A model by its name: laptop, or a size of the paper such as 32M or 0.5B."""
@@ -300,11 +329,16 @@ class TrainConfig:
             *tables, key = name.split(".")
             functools.reduce(getitem, tables, values)[key] = value
         changed = from_dict(type(self), values)
-        return changed if changed.recipe == self.recipe else changed.without_rates_of(self)
+        return changed.without_choices_of(self)
+
+    def without_choices_of(self, other: Self) -> Self:
+        """The same configuration with what was chosen for `other` left open: settings of the model that its dimensions
+        imply, and, with another architecture or optimizer, learning rates, warm-up and decay."""
+        changed = dataclasses.replace(self, model=self.model.without_derived_of(other.model))
+        return changed if self.recipe == other.recipe else changed.without_rates_of(other)
 
     def without_rates_of(self, other: Self) -> Self:
-        """The same configuration with learning rates, warm-up and decay left open where they are those of `other`: the
-        values in the config.toml of a run would be wrong for another architecture or optimizer."""
+        """The same configuration with learning rates, warm-up and decay left open where they are those of `other`."""
         ours, theirs = self.optimizer, other.optimizer
         names = ["lr", "adam_lr", "warmup", "weight_decay", *(["momentum"] if ours.name == "adam" else [])]
         opened = {
@@ -341,8 +375,8 @@ def differences(
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of all settings by their dotted names."""
-    return _flat(dataclasses.asdict(config))
+    """The values of all settings by their dotted names; those of the model that are None are resolved."""
+    return _flat(dataclasses.asdict(dataclasses.replace(config, model=config.model.resolved())))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

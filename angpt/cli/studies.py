@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def compare_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
     start = starting_point(args, resumable=False)
-    start = dataclasses.replace(start.without_rates_of(start), seed=TrainConfig.seed)
+    start = dataclasses.replace(start.without_choices_of(start).without_rates_of(start), seed=TrainConfig.seed)
     base = Comparison(train=start.with_recipe(ModelConfig.architecture))
 
     def compare(

@@ -74,8 +74,8 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             raise UserError("options --slurm.… need --slurm; give that as well")
         if resume is not None and out is not None:
             raise UserError("--resume continues in its own folder; leave out --out")
-        if resume is None and settings.recipe != base.recipe:
-            settings = settings.without_rates_of(base)
+        if resume is None:
+            settings = settings.without_choices_of(base)
         folder = resume or out or Path("runs") / settings.default_name
         if not slurm:
             run_here(settings, folder, resume is not None)
