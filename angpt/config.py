@@ -113,7 +113,7 @@ class ModelConfig:
 
     def resolved(self) -> Self:
         """The same model with values for the settings that are None."""
-        derived = {
+        derived: dict[str, Any] = {
             "d_ff": self.d_mlp,
             "g_init": self.g_start,
             "stored_scale": self.stored_start,
@@ -125,9 +125,10 @@ class ModelConfig:
         """The same model with the settings left open that `other` has and its architecture and dimensions imply: the
         config.toml of a run has values for them, which would be wrong for another model."""
         names = ("d_ff", "g_init", "stored_scale", "nu_p")
-        implied = dataclasses.replace(other, **dict.fromkeys(names)).resolved()
-        opened = [n for n in names if getattr(self, n) == getattr(other, n) == getattr(implied, n)]
-        return dataclasses.replace(self, **dict.fromkeys(opened))
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        implied = dataclasses.replace(other, **nothing).resolved()
+        same = [n for n in names if getattr(self, n) == getattr(other, n) == getattr(implied, n)]
+        return dataclasses.replace(self, **{name: nothing[name] for name in same})
 
     @classmethod
     def size(cls, name: str, **overrides: Any) -> Self:
