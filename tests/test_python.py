@@ -33,9 +33,8 @@ def test_the_examples_run_as_one_script(tmp_path):
     """In a process of its own, without a guard around its calls: the runs of a study must not begin it again."""
     write_notes(tmp_path / "notes")
     (tmp_path / "script.py").write_text("\n".join(EXAMPLES))
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "TrainProgress(step=0, steps=10, loss=None, val_loss=None, tokens_per_s=None)"
