@@ -9,11 +9,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-PREPARED := data/stdlib/index.json
+.PHONY: compare test test-slow test-long torture lint format docs docs-site audit clean
 
-.PHONY: compare test test-slow test-long torture lint format docs audit clean
-
-compare: $(PREPARED)
+compare: $(INSTALLED)
 	$(BIN)/angpt compare --preset laptop --out studies/compare --architectures gpt+ ngpt angpt angpt:muon \
 		--budgets 250k 500k --seeds 0 1 2 --record-moments
 
@@ -48,6 +46,11 @@ docs: $(INSTALLED)
 	$(BIN)/python -m angpt.bench.footprint
 	$(BIN)/python -m angpt.analysis.toy docs/figures
 	$(BIN)/python .ci/dependencies.py
+	$(BIN)/python .ci/results.py
+
+# The documentation as a site, in site/; a broken link is an error.
+docs-site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Known vulnerabilities of the versions in constraints.txt, by a tool with an environment of its own; needs PyPI.
 audit:
@@ -63,8 +66,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(PREPARED): | $(INSTALLED)
-	$(BIN)/angpt data prepare stdlib
-
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -281,8 +281,8 @@ def logit_scales(analysis: Analysis) -> Chart | Absent:
             axes[0].plot(x, [b.mean for b in bins], look.marker + "-", color=look.color, ms=5, label=run.label)
             for b in s_z.bins:
                 if b.last == 0:  # tokens that do not occur, apart at the left
-                    axes[0].errorbar(0.4, b.mean, [[b.mean - b.low], [b.high - b.mean]], fmt=look.marker,
-                                     color=look.color, ms=5, mfc="none", lw=1)  # fmt: skip
+                    axes[0].vlines(0.4, b.low, b.high, color=look.color, lw=1)
+                    axes[0].plot(0.4, b.mean, look.marker, color=look.color, ms=5, mfc="none")
         axes[0].set(xlabel=f"occurrences in {quantity(runs[0][1].counted)} training tokens", ylabel="|s_z|")
         plain_log_axis(axes[0], "x")
         axes[0].set_ylim(bottom=0)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from angpt.cli.data import prepare
 from angpt.cli.train import EXIT_INTERRUPTED, Preset, starting_point
-from angpt.config import ModelConfig, TrainConfig, size_name
+from angpt.config import DataConfig, ModelConfig, TrainConfig, size_name
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.studies.compare import Comparison
@@ -35,7 +36,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
     ) -> None:
         """Train architectures side by side on the same tokens, and write a page that shows what came out.
 
-        Called again, it goes on where it was stopped; runs that have finished are not repeated.
+        Called again, it goes on where it was stopped; runs that have finished are not repeated. Without --data.path it
+        trains on the text of Python's standard library, which it prepares if data/stdlib does not exist.
 
         Args:
             settings: What to compare, and every setting of the runs.
@@ -45,10 +47,19 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             workers: Runs at a time, each in its own process; 0: in this process. One per GPU, or two on the CPU, unless
                 given.
         """
+        import jinja2  # noqa: F401  # here, so that a missing package is told before the training
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+
         from angpt import api
-        from angpt.studies.study import STUDIES
+        from angpt.data.shards import INDEX
+        from angpt.studies.study import FILE, STUDIES
 
         folder = out or STUDIES / (size_name(preset) if preset else config.stem if config else "laptop")
+        if not (folder / FILE).exists() and settings.train.data.path == DataConfig.path:
+            settings.study()  # finds mistakes first
+            if not (Path(DataConfig.path) / INDEX).exists():
+                prepare(("stdlib",), Path(DataConfig.path))
         command = shlex.join(["angpt", *args])
         stopped = f"{folder}: stopped; the same command goes on: {command}"
         try:
@@ -89,6 +100,8 @@ def study_run(
         hours: Time limit of a job, instead of that of the file.
         gpus: GPUs of a job, instead of those of the file.
     """
+
+    import scipy  # noqa: F401  # here, so that a missing package is told before the training
 
     from angpt import api
     from angpt.studies.study import Study, file_of, folder_of

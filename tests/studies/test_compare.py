@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from angpt.cli.main import main
+from angpt.config import DataConfig
 from angpt.data.shards import TokenData
+from angpt.data.sources import _listed_files
 from angpt.errors import UserError
 from angpt.results import Result
 from angpt.serialization import read_toml, to_toml
@@ -443,3 +445,32 @@ def test_ctrl_c_at_any_moment_is_an_interrupt(data, tmp_path):
         assert ("the same command goes on" in out) == (codes[-1] == 3)
         assert not errors
     assert codes[-1] == 3
+
+
+def test_a_comparison_without_data_prepares_the_standard_library(tmp_path, capsys, monkeypatch):
+    library = tmp_path / "library"
+    library.mkdir()
+    for number in range(30):
+        shutil.copy(ROOT / "angpt" / "config.py", library / f"{number}.py")
+    monkeypatch.setattr("angpt.data.sources._stdlib_files", lambda: _listed_files((str(library),)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.toml").write_text(to_toml(dataclasses.replace(tiny("x").train, data=DataConfig())))
+    arguments = ["--config", "train.toml", "--architectures", "angpt", "--seeds", 0, "--budgets", 512]
+    arguments += ["--model.vocab-size", 2048, "--out", "s"]
+    code, said = angpt(capsys, "compare", *arguments)
+    assert code == 0, said
+    assert "data/stdlib/train: " in said
+    code, said = angpt(capsys, "compare", *arguments)  # goes on, with the same data
+    assert code == 0, said
+    assert "data/stdlib/train: " not in said
+    code, said = angpt(capsys, "compare", *arguments, "--out", "t", "--data.path", "data/mine")
+    assert (code, (tmp_path / "data" / "mine").exists()) == (2, False)
+
+
+def test_a_comparison_without_the_packages_of_its_page_trains_nothing(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    (tmp_path / "train.toml").write_text(to_toml(tiny(data).train))
+    arguments = ["--config", tmp_path / "train.toml", "--seeds", 0, "--budgets", 512, "--out", tmp_path / "s"]
+    code, said = angpt(capsys, "compare", *arguments)
+    assert (code, said) == (2, "error: this needs jinja2: pip install 'angpt[report]'")
+    assert not (tmp_path / "s").exists()
