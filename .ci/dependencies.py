@@ -25,7 +25,7 @@ TAIL = """
 
 | name | version | licence | where |
 |---|---|---|---|
-| [uPlot](https://github.com/leeoniya/uPlot) | {uplot} | MIT | `angpt/report/assets/uplot/`, unchanged from the npm \
+| [uPlot](https://github.com/leeoniya/uPlot) | {uplot} | MIT | `angpt/reports/assets/uplot/`, unchanged from the npm \
 package; draws the charts of the report, which contains it with its licence |
 """
 UPLOT = ROOT / "angpt" / "report" / "assets" / "uplot" / "uPlot.iife.min.js"

@@ -1,10 +1,12 @@
 """Configuration as typed, frozen dataclasses. Every field carries its own documentation, which `--help` shows."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import getitem
 from typing import Annotated, Any, Literal, Self
 
 import tyro
@@ -33,7 +35,7 @@ class ModelConfig:
     """A decoder-only language model: its architecture, its size, and constants that the paper leaves open."""
 
     architecture: Annotated[str, tyro.conf.arg(aliases=["--arch"])] = "angpt"
-    """gpt+, ngpt, angpt, or a variant such as angpt/no-lerp."""
+    """gpt+, ngpt, angpt, or a variant such as angpt/no-lerp, in any case."""
     d_model: int = 256
     """Width of the residual stream, d_m."""
     n_layers: int = 6
@@ -44,24 +46,25 @@ class ModelConfig:
     """Width of the MLP, d_f; 4 · d_m unless given."""
     vocab_size: int = 50_304
     """Rows of the embedding and of the head."""
-    context: int = 2048
+    context: Annotated[int, tyro.conf.arg(aliases=["--context"])] = 2048
     """Longest sequence in tokens."""
     rotary_fraction: float = 0.5
     """Fraction of each head's dimensions that is rotated."""
     rotary_base: float = 10_000.0
     """Base of the rotary frequencies."""
     g_init: float | None = None
-    """Initial value of the learned attention scale g; sqrt(d_h) unless given."""
+    """Initial value of the learned attention scale g; √d_h unless given."""
     alpha_init: float = 0.05
     """Initial value of the interpolation weights α (nGPT, anGPT)."""
     stored_scale: float | None = None
-    """Initial stored value of α, s_qk and s_z; 0.01 for anGPT and 1/sqrt(d_m) for nGPT unless given."""
+    """Initial stored value of α, s_qk and s_z; 0.01 for anGPT and 1/√d_m for nGPT unless given."""
     nu_p: float | None = None
-    """Factor of the attention output map (anGPT); sqrt(d_h/d_m) unless given. A no-op in exact arithmetic."""
+    """Factor of the attention output map (anGPT); √(d_h/d_m) unless given. A no-op in exact arithmetic."""
     nu_acf: float = 3.74
     """Factor of the activation (anGPT), as the paper quotes it. A no-op in exact arithmetic."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "architecture", self.architecture.lower())
         sizes = ("d_model", "n_heads", "vocab_size", "context", "d_ff")
         within = f"positive and at most {MOST_DIMENSIONS:,}"
         check_settings(self, within, lambda value: 0 < value <= MOST_DIMENSIONS, *sizes, prefix="model.")
@@ -97,12 +100,40 @@ class ModelConfig:
         """Initial g. q and k have length 1, so q·k has standard deviation 1/sqrt(d_h); the default makes it 1."""
         return math.sqrt(self.d_head) if self.g_init is None else self.g_init
 
+    @property
+    def stored_start(self) -> float:
+        """Initial stored value of α, s_qk and s_z: the paper's for anGPT, that of nGPT's authors for nGPT."""
+        if self.stored_scale is not None:
+            return self.stored_scale
+        return 1 / math.sqrt(self.d_model) if self.architecture.startswith("ngpt") else 0.01
+
+    @property
+    def nu_p_value(self) -> float:
+        return math.sqrt(self.d_head / self.d_model) if self.nu_p is None else self.nu_p
+
+    def resolved(self) -> Self:
+        """The same model with values for the settings that are None."""
+        derived: dict[str, Any] = {
+            "d_ff": self.d_mlp,
+            "g_init": self.g_start,
+            "stored_scale": self.stored_start,
+            "nu_p": self.nu_p_value,
+        }
+        return dataclasses.replace(self, **{n: value for n, value in derived.items() if getattr(self, n) is None})
+
+    def without_derived_of(self, other: Self) -> Self:
+        """The same model with the settings left open that `other` has and its architecture and dimensions imply: the
+        config.toml of a run has values for them, which would be wrong for another model."""
+        names = ("d_ff", "g_init", "stored_scale", "nu_p")
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        implied = dataclasses.replace(other, **nothing).resolved()
+        same = [n for n in names if getattr(self, n) == getattr(other, n) == getattr(implied, n)]
+        return dataclasses.replace(self, **{name: nothing[name] for name in same})
+
     @classmethod
     def size(cls, name: str, **overrides: Any) -> Self:
-        """A model of the paper by its name, such as 32M or 0.5B."""
-        if name not in SIZES:
-            raise UserError(f"unknown model size {name!r}: {nearest(name, SIZES)}")
-        return from_dict(cls, dict(zip(DIMENSIONS, SIZES[name], strict=True)) | overrides)
+        """A model by its name: laptop, or a size of the paper such as 32M or 0.5B."""
+        return from_dict(cls, PRESETS[size_name(name)]["model"] | overrides)
 
 
 DIMENSIONS = ("d_model", "n_layers", "n_heads")
@@ -121,7 +152,7 @@ SIZES: dict[str, tuple[int, int, int]] = {
 class DataConfig:
     """The training data."""
 
-    path: str = "data/stdlib"
+    path: Annotated[str, tyro.conf.arg(aliases=["--data"])] = "data/stdlib"
     """Folder made by `angpt data prepare`, or a folder or file of .bin tokens of nanoGPT or llm.c."""
     mask_documents: bool = False
     """Keep attention inside each document; otherwise it crosses documents, as in the paper."""
@@ -161,9 +192,9 @@ class PrepareConfig:
 class OptimizerConfig:
     """The optimizer, with decoupled weight decay of matrices, and the schedule of its rate: warm-up, then a cosine."""
 
-    name: Literal["adam", "muon"] = "adam"
+    name: Annotated[Literal["adam", "muon"], tyro.conf.arg(aliases=["--optimizer"])] = "adam"
     """muon: Muon on the matrices of the blocks, Adam on embedding, head and vectors."""
-    lr: float | None = None
+    lr: Annotated[float | None, tyro.conf.arg(aliases=["--lr"])] = None
     """Peak learning rate, with muon that of Muon; from the rule for the model (training/rules.toml) unless given."""
     adam_lr: float | None = None
     """muon: peak learning rate of Adam; from the rule for the model unless given."""
@@ -215,7 +246,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     tokens: str = "20x"
     """Token budget: a number such as 100M or 2e9, or a multiple of the parameter count such as 20x."""
-    batch_tokens: int | None = None
+    batch_tokens: Annotated[int | None, tyro.conf.arg(aliases=["--batch"])] = None
     """Tokens per step over all devices; from the rule for the model's size (training/rules.toml) unless given."""
     micro_batch: int | None = None
     """Sequences per forward pass on one device (gradient accumulation); 32k tokens on a GPU and 4k on the CPU unless
@@ -279,13 +310,50 @@ class TrainConfig:
 
     def with_recipe(self, recipe: Recipe) -> Self:
         """The same settings with the architecture and the optimizer of a recipe; with Adam without those of Muon."""
-        architecture, colon, optimizer = recipe.partition(":")
+        architecture, colon, optimizer = recipe.lower().partition(":")
         if colon and (optimizer != "muon" or not architecture):
             base = architecture or "angpt"
             raise UserError(f"{recipe!r}: write {base}, which Adam trains, or {base}:muon")
         model = dataclasses.replace(self.model, architecture=architecture)
         changes = {"name": "muon"} if colon else {n: getattr(OptimizerConfig, n) for n in ("name", *MUON_SETTINGS)}
         return dataclasses.replace(self, model=model, optimizer=dataclasses.replace(self.optimizer, **changes))
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """The same configuration with other values of some settings, by dotted names: {"optimizer.lr": 0.01}.
+
+        With another architecture or optimizer, learning rates, warm-up and decay are chosen anew.
+        """
+        values, known = dataclasses.asdict(self), settings_of(self)
+        for name, value in settings.items():
+            if name not in known:
+                raise UserError(f"unknown setting {name!r}: {nearest(name, known)}")
+            *tables, key = name.split(".")
+            functools.reduce(getitem, tables, values)[key] = value
+        changed = from_dict(type(self), values)
+        return changed.without_choices_of(self)
+
+    def without_choices_of(self, other: Self) -> Self:
+        """The same configuration with what was chosen for `other` left open: settings of the model that its dimensions
+        imply, and, with another architecture or optimizer, learning rates, warm-up and decay."""
+        changed = dataclasses.replace(self, model=self.model.without_derived_of(other.model))
+        return changed if self.recipe == other.recipe else changed.without_rates_of(other)
+
+    def without_rates_of(self, other: Self) -> Self:
+        """The same configuration with learning rates, warm-up and decay left open where they are those of `other`."""
+        ours, theirs = self.optimizer, other.optimizer
+        names = ["lr", "adam_lr", "warmup", "weight_decay", *(["momentum"] if ours.name == "adam" else [])]
+        opened = {
+            name: getattr(OptimizerConfig, name) for name in names if getattr(ours, name) == getattr(theirs, name)
+        }
+        return dataclasses.replace(self, optimizer=dataclasses.replace(ours, **opened))
+
+    @property
+    def default_name(self) -> str:
+        """Name of a run: angpt-laptop-s0, or angpt-d64-l2-s0 if the dimensions are not those of a preset."""
+        model = dataclasses.asdict(self.model)
+        named = (name for name, values in PRESETS.items() if values["model"].items() <= model.items())
+        size = next(named, f"d{self.model.d_model}-l{self.model.n_layers}")
+        return f"{self.recipe.replace('/', '-').replace(':', '-')}-{size}-s{self.seed}"
 
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")
@@ -308,8 +376,8 @@ def differences(
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of all settings by their dotted names."""
-    return _flat(dataclasses.asdict(config))
+    """The values of all settings by their dotted names; those of the model that are None are resolved."""
+    return _flat(dataclasses.asdict(dataclasses.replace(config, model=config.model.resolved())))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -341,10 +409,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     **{name: {"model": dict(zip(DIMENSIONS, dimensions, strict=True))} for name, dimensions in SIZES.items()},
 }
-"""Values for `angpt train --preset`: laptop (minutes on two CPU cores), and the models of the paper."""
+"""Settings by the name of a size: laptop (minutes on two CPU cores), and the models of the paper."""
 
 
 def preset(name: str) -> TrainConfig:
-    if name not in PRESETS:
-        raise UserError(f"unknown preset {name!r}: {nearest(name, PRESETS)}")
-    return from_dict(TrainConfig, PRESETS[name])
+    """A configuration by name: laptop (minutes on two CPU cores), or a size of the paper, 32M to 1B."""
+    return from_dict(TrainConfig, PRESETS[size_name(name)])
+
+
+def size_name(text: str) -> str:
+    """The name of a preset, given in any case."""
+    found = next((name for name in PRESETS if name.lower() == text.lower()), None)
+    if found is None:
+        raise UserError(f"unknown size {text!r}: {nearest(text, PRESETS)}")
+    return found

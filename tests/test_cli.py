@@ -48,6 +48,29 @@ def test_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("command", ["train", "compare", "study run", "eval", "bench train", "generate", "fit scaling"])
+def test_help_is_in_paragraphs_and_states_defaults(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = call(capsys, *command.split(), "--help")
+    assert "None" not in out
+    assert "(default: )" not in out
+    if command == "train":
+        assert "--slurm.gpus GPUs each. It continues by itself" in out  # not broken as in the source
+        assert "attention scale g; √d_h unless given." in out
+
+
+def test_common_options_have_short_names(monkeypatch):
+    seen = []
+    monkeypatch.setattr("angpt.cli.train.run_here", lambda *call, **_: seen.append(call))
+    short = "--size 62m --arch nGPT --lr 0.01 --batch 4096 --data d --optimizer muon --context 64"
+    long = "--preset 62M --model.architecture ngpt --optimizer.lr 0.01 --batch-tokens 4096 --data.path d"
+    main(["train", *short.split()])
+    main(["train", *long.split(), "--optimizer.name", "muon", "--model.context", "64"])
+    assert seen[0] == seen[1]
+    config, folder, _ = seen[0]
+    assert (config.optimizer.lr, config.model.d_model, folder.name) == (0.01, 384, "ngpt-muon-62M-s0")
+
+
 def test_models_lists_sizes_and_architectures(capsys):
     code, out, _ = call(capsys, "models")
     assert code == 0
@@ -146,8 +169,8 @@ def test_text_is_never_markup(capsys, tmp_path):
     ("args", "message"),
     [
         (("models", "angtp"), "unknown architecture 'angtp': did you mean angpt"),
-        (("factors", "--size", "33M"), "unknown model size '33M': did you mean 32M"),
-        (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --count?"),
+        (("factors", "--size", "33M"), "unknown size '33M': did you mean 32M"),
+        (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --model.context?"),
         (("nonsense",), "Unrecognized options: nonsense; Available subcommands: data, train,"),
         (("train", "--seed", "x"), "Error parsing --seed: invalid literal for int() with base 10: 'x'"),
         (("train", "--device", "tpu"), "invalid choice 'tpu' for argument '--device'. Expected one of ('auto',"),

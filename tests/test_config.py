@@ -1,10 +1,13 @@
 import re
+from dataclasses import replace
 
 import pytest
 
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, TrainConfig, preset
 from angpt.errors import UserError
 from angpt.serialization import from_dict
+from angpt.studies.compare import Comparison
+from angpt.studies.config import Grid
 
 BAD = {
     "n_heads = 3 does not divide model.d_model = 256": {"n_heads": 3},
@@ -41,6 +44,18 @@ def test_whole_numbers_are_numbers():
 def test_sizes_by_name():
     cfg = ModelConfig.size("0.5B", architecture="gpt+")
     assert (cfg.d_model, cfg.n_layers, cfg.n_heads, cfg.d_mlp, cfg.d_head) == (1024, 24, 16, 4096, 64)
-    with pytest.raises(UserError, match=r"unknown model size '0\.6B': did you mean 0\.5B"):
+    with pytest.raises(UserError, match=r"unknown size '0\.6B': did you mean 0\.5B"):
         ModelConfig.size("0.6B")
     assert ModelConfig.size("32M", d_ff=512).d_mlp == 512
+    assert ModelConfig.size("32m") == ModelConfig.size("32M")
+    assert ModelConfig.size("Laptop") == preset("LAPTOP").model
+
+
+def test_architectures_in_any_case():
+    config = TrainConfig(model=ModelConfig(architecture="anGPT/no-LERP"))
+    assert config.recipe == "angpt/no-lerp"
+    assert config.with_recipe("GPT+:Muon").recipe == "gpt+:muon"
+    comparison = Comparison(architectures=("GPT+", "anGPT"), lrs={"anGPT": 0.01}, train=preset("laptop"))
+    assert comparison.study() == replace(comparison, architectures=("gpt+", "angpt"), lrs={"angpt": 0.01}).study()
+    with pytest.raises(UserError, match=r"grid.architectures = gpt\+, gpt\+ names one twice"):
+        Grid(architectures=("gpt+", "GPT+"))

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from angpt.bench.measure import between, in_turns, median, ratio, timed
-from angpt.config import SIZES, ModelConfig, Recipe, TrainConfig
+from angpt.config import ModelConfig, Recipe, TrainConfig, size_name
 from angpt.data.loader import Batch
-from angpt.errors import UserError, nearest
+from angpt.errors import UserError
 from angpt.models.variants import build
 from angpt.optim.optimizer import total_norm
 from angpt.present.tables import Table
@@ -52,13 +52,12 @@ class Case:
     def parse(cls, text: str) -> "Case":
         match = re.fullmatch(r"([^:]+):([0-9]+)(?:/([0-9]+))?", text)
         size, rows, pass_rows = (match[1], int(match[2]), int(match[3] or match[2])) if match else (text, 0, 1)
-        if size not in SIZES or not pass_rows or not rows or rows % pass_rows:
-            hint = "" if size in SIZES or match is None else f" ({nearest(size, SIZES)})"
+        if match is None or not pass_rows or not rows or rows % pass_rows:
             raise UserError(
                 f"{text!r}: a case is SIZE:SEQUENCES, such as 0.5B:8, or SIZE:SEQUENCES/SEQUENCES PER PASS, such as "
-                f"0.5B:128/16{hint}"
+                "0.5B:128/16"
             )
-        return cls(size, rows, pass_rows)
+        return cls(size_name(size), rows, pass_rows)
 
 
 @dataclass(frozen=True)

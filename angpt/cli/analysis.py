@@ -1,18 +1,14 @@
 """The command `angpt analyze`."""
 
 import shlex
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from angpt.config import Device
 from angpt.errors import UserError, nearest
 from angpt.present.terminal import terminal
-
-if TYPE_CHECKING:
-    from angpt.results import Result, RunResult
 
 ALL = ("norms", "factors", "learned", "moments", "robustness", "attention")
 TOY = "toy"
@@ -45,7 +41,9 @@ def analyze(
     if not parts:
         raise UserError(f"--parts needs at least one of {', '.join((*ALL, TOY))}")
     measured = [part for part in parts if part != TOY]
-    folders = expand(runs, lambda result: result.representatives())
+    from angpt.api import run_folders
+
+    folders = run_folders(runs, lambda result: result.representatives())
     if measured and not folders:
         raise UserError("name run folders, or the folder of a study (only --parts toy needs none)")
     study = len(runs) == 1 and folders != list(runs)
@@ -81,20 +79,3 @@ def analyze(
 
         write_charts([preconditioning_chart(), residual_chart()], target)
         console.print(f"toy examples: {target / 'figures'}")
-
-
-def expand(folders: Sequence[Path], chosen: "Callable[[Result], Sequence[RunResult]]") -> list[Path]:
-    """The folders, with that of each study replaced by those runs of its result that are `chosen`."""
-    found: list[Path] = []
-    for folder in folders:
-        if not (folder / "study.toml").exists():
-            found.append(folder)
-            continue
-        from angpt.studies.study import Study
-
-        runs = [folder / "runs" / run.name for run in chosen(Study.open(folder).result())]
-        started = [path for path in runs if path.exists()]
-        if not started:
-            raise UserError(f"{folder}: no run has started yet; start them with `angpt study run {folder}`")
-        found += started
-    return found

@@ -6,7 +6,6 @@ from typing import Annotated
 import tyro
 
 from angpt.config import PrepareConfig
-from angpt.errors import UserError
 from angpt.present.terminal import terminal
 
 
@@ -24,10 +23,11 @@ def prepare(
         out: Folder to write; data/ and the name of the source unless given.
         config: How text is prepared.
     """
-    from angpt.data.prepare import prepare as prepare_folder
+    from angpt import api
+    from angpt.data.prepare import default_name
 
     folder = out or Path("data") / default_name(sources)
-    index = prepare_folder(sources, folder, config)
+    index = api.prepare(sources, folder, config, progress=True)
     for name, split in (("train", index.train), ("val", index.val)):
         replaced = f", invalid UTF-8 replaced in {split.replaced:,} documents" if split.replaced else ""
         counts = f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes / 1e6:,.1f} MB of text"
@@ -46,11 +46,3 @@ def info(path: Annotated[Path, tyro.conf.Positional], verify: bool = True, top: 
     from angpt.data.info import describe, render
 
     terminal().print(render(describe(path, verify, top)), soft_wrap=False)
-
-
-def default_name(sources: tuple[str, ...]) -> str:
-    """The last part of the source's path or hub name, without the suffixes of a file."""
-    if len(sources) != 1:
-        raise UserError("give one source (stdlib, hf:NAME, a file, a folder), or several and the folder with --out")
-    path = Path(sources[0].removeprefix("hf:")).resolve()
-    return path.name.split(".")[0] if path.is_file() else path.name

@@ -66,57 +66,39 @@ def evaluate(
         raise UserError("--write-requests makes requests and --requests scores them; give one of the two")
     from angpt.evaluation import evaluate as evaluation
     from angpt.evaluation.results import show
-    from angpt.evaluation.spread import command_line, evaluate_parts, own_part
+    from angpt.evaluation.spread import own_part
+
+    if write_requests is not None:
+        _write_requests(write_requests, models, data, tasks, limit, tokenizer)
+        return
+    results = evaluation.evaluate(
+        models, data=data, tasks=tasks, limit=limit, tokenizer=tokenizer, requests=requests, device=device,
+        precision=precision, batch_tokens=batch_tokens, progress=True,
+    )  # fmt: skip
+    if own_part(results) is not None:  # the process that the user started shows all
+        return
+    if requests is not None:
+        terminal().print(
+            "scored; for the metrics, give --data or --tasks instead of --requests where lm-eval is installed"
+        )
+    if any(r.losses or r.tasks for r in results):
+        show(results, terminal())
+
+
+def _write_requests(
+    folder: Path,
+    models: tuple[Path, ...],
+    data: tuple[Path, ...],
+    tasks: tuple[str, ...],
+    limit: int | None,
+    tokenizer: str | None,
+) -> None:
+    """Write the requests of tasks, tokenized for the models."""
+    from angpt.evaluation.evaluate import Display, Harness, one_tokenizer, sort_data
+    from angpt.evaluation.evaluate import write_requests as write
     from angpt.evaluation.subjects import open_subject
     from angpt.evaluation.tasks import PAPER, choose
 
-    prepared, benchmarks = sort_data(data)
-    chosen = choose(tasks or (PAPER if benchmarks or write_requests else ()))
-    console = terminal()
-    display = evaluation.Display(console)
-    settings = evaluation.Settings.choose(device, precision, batch_tokens, limit)
-    subjects = [open_subject(path) for path in models]
-    harness = evaluation.Harness(benchmarks, limit, display)
-    if write_requests is not None:
-        evaluation.write_requests(write_requests, chosen, harness, evaluation.one_tokenizer(subjects, tokenizer))
-        return
-    files = None if requests is None else evaluation.read_requests(requests, chosen if tasks else None)
-    part = own_part(subjects)
-    if part is None:
-        arguments = command_line(
-            models, data=data, tasks=tasks, limit=limit, tokenizer=tokenizer, requests=requests, device=device,
-            precision=precision, batch_tokens=batch_tokens,
-        )  # fmt: skip
-        evaluate_parts(settings.device, len(models), arguments)
-    results = []
-    for subject in subjects if part is None else part:
-        evaluator = evaluation.Evaluator(subject, settings, display)
-        folders = prepared
-        if not folders and not chosen and files is None:
-            if subject.data is None:
-                raise UserError(f"{subject.path}: its training data is unknown; name data with --data or --tasks")
-            folders = [subject.data]
-        for folder in folders:
-            evaluator.loss(folder)
-        if files is not None:
-            for file in files:
-                evaluator.score(file)
-        elif chosen:
-            evaluation.evaluate_tasks(evaluator, chosen, harness, subject.tokenizer(tokenizer))
-        results.append(evaluator.results)
-    if part is not None:
-        return
-    if files is not None:
-        display.note("scored; for the metrics, give --data or --tasks instead of --requests where lm-eval is installed")
-    if any(r.losses or r.tasks for r in results):
-        show(results, console)
-
-
-def sort_data(paths: tuple[Path, ...]) -> tuple[list[Path], Path | None]:
-    """The prepared folders, and the folder of benchmarks, if any."""
-    from angpt.evaluation.tasks import is_benchmarks
-
-    benchmarks = [path for path in paths if path.is_dir() and is_benchmarks(path)]
-    if len(benchmarks) > 1:
-        raise UserError(f"{benchmarks[0]} and {benchmarks[1]} both hold benchmarks; give one of them")
-    return [path for path in paths if path not in benchmarks], next(iter(benchmarks), None)
+    harness = Harness(sort_data(data)[1], limit, Display(progress=True))
+    chosen = choose(tasks or PAPER)
+    write(folder, chosen, harness, one_tokenizer([open_subject(path) for path in models], tokenizer))

@@ -1,23 +1,22 @@
 """The commands `angpt fit hparams` and `angpt fit scaling`."""
 
-import dataclasses
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from angpt.cli.analysis import expand
-from angpt.errors import UserError, nearest
-from angpt.fits.records import Count, RunTable
-from angpt.present.tables import Table, show
+from angpt.errors import UserError
+from angpt.fits.records import Count
+from angpt.present.tables import show
 from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from angpt.present.charts import Absent, Chart
+    from angpt.fits.hparams import HparamFit
+    from angpt.fits.scaling import ScalingFit
+
 Sources = Annotated[
     tuple[Path, ...],
     tyro.conf.Positional,
@@ -40,19 +39,13 @@ def hparams(
         multiple: Use only the runs with this many tokens per parameter: laws over the model size alone.
         write_rules: Write the laws as rules of `angpt train` to this file, in the format of angpt/training/rules.toml.
     """
-
-    from angpt.fits.hparam_figures import rates, sweeps, token_trends, trends
-    from angpt.fits.hparams import fit_hparams
-    from angpt.fits.output import hparam_tables
+    from angpt import api
 
     console = terminal()
-    if multiple is not None and not 0 < multiple < float("inf"):
-        raise UserError(f"--multiple {multiple}: must be positive and finite")
-    table = _read(console, sources, ("batch_tokens", "lr"), architectures)
-    fit = fit_hparams(table, multiple)
+    with console.status("reading runs"):
+        fit = api.fit_hparams(sources, architectures=architectures, multiple=multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    charts = [make(fit) for make in (sweeps, rates, trends, token_trends)]
-    _write(console, out, "hparams", {"made_by": source, **vars(fit)}, charts, hparam_tables(fit))
+    _write(console, fit, out, source)
     if write_rules is not None:
         from angpt.fits.rules import write_rules as write
 
@@ -92,57 +85,24 @@ def scaling(
             them. Without several sizes in each bin its laws are those of the design (docs/table-j1.md).
         bins: Bins of equal logarithmic width for --paper.
     """
-
-    from angpt.fits.compute import Counting
-    from angpt.fits.curve_figures import isoflop_curves, parametric_law
-    from angpt.fits.output import scaling_tables, scaling_values
-    from angpt.fits.scaling import Options, fit_scaling
-    from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
+    from angpt import api
 
     console = terminal()
-    options = Options(Counting(count, attention), curves, bootstrap, seed, huber, paper, bins)
-    table = _read(console, sources, (), architectures, curves)
+    options: dict[str, Any] = {"count": count, "attention": attention, "curves": curves, "bootstrap": bootstrap}
+    options |= {"huber": huber, "seed": seed, "paper": paper, "bins": bins}
     with console.status("fitting"):
-        fit = fit_scaling(table, options, baseline)
-    charts = [make(fit) for make in (loss_over_compute, optimal_sizes, isoflop_curves, parametric_law, savings)]
-    source = f"angpt fit scaling {shlex.join(map(str, sources))}"
-    _write(console, out, "scaling", {"made_by": source, **scaling_values(fit)}, charts, scaling_tables(fit))
+        fit = api.fit_scaling(sources, architectures=architectures, baseline=baseline, **options)
+    _write(console, fit, out, f"angpt fit scaling {shlex.join(map(str, sources))}")
 
 
-def _read(
-    console: "Console", sources: Sequence[Path], needed: Sequence[str], chosen: Sequence[str], curves: bool = False
-) -> RunTable:
-    """The runs of the chosen architectures, or of all."""
-    from angpt.fits.reading import read_table
-
-    with console.status("reading runs"):
-        table = read_table(expand(sources, lambda result: result.runs), needed, curves)
-    known = table.architectures()
-    for name in chosen:
-        if name not in known:
-            raise UserError(f"--architectures {name}: no run has this architecture: {nearest(name, known)}")
-    if not chosen:
-        return table
-    cells = tuple(c for c in table.cells if c.record.architecture in chosen)
-    diverged = tuple(r for r in table.diverged if r.architecture in chosen)
-    return dataclasses.replace(table, cells=cells, diverged=diverged)
-
-
-def _write(
-    console: "Console",
-    out: Path,
-    name: str,
-    values: dict[str, Any],
-    charts: "list[Chart | Absent]",
-    tables: list[Table],
-) -> None:
+def _write(console: "Console", fit: "HparamFit | ScalingFit", out: Path, source: str) -> None:
     """Write the results to the folder `out`, and print tables, notes and what was written."""
-    from angpt.fits.output import write_fit
+    from angpt.fits.output import fit_tables, write_fit
 
     with console.status("drawing"):
-        written = write_fit(out, name, values, charts)
-    if "counting" in values:
-        console.print(values["counting"])
-    show(console, *tables)
-    for line in [*(f"note: {note}" for note in values["notes"]), *written]:
+        written = write_fit(fit, out, source)
+    if counting := getattr(fit, "counting", None):
+        console.print(counting)
+    show(console, *fit_tables(fit))
+    for line in [*(f"note: {note}" for note in fit.notes), *written]:
         console.print(line)

@@ -1,7 +1,6 @@
 """The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
 
 import contextlib
-import functools
 import inspect
 import io
 import os
@@ -22,6 +21,7 @@ from angpt.cli.analysis import analyze
 from angpt.cli.data import info, prepare
 from angpt.cli.evaluation import evaluate
 from angpt.cli.fits import hparams, scaling
+from angpt.cli.help import REGISTRY, bound
 from angpt.cli.inference import export_hf, fold_command, generate_command, import_hf
 from angpt.cli.serving import serve_command
 from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
@@ -83,6 +83,7 @@ def parse(args: Sequence[str]) -> Callable[[], None]:
     try:
         with contextlib.redirect_stderr(panel):
             options: dict[str, Any] = {"prog": "angpt", "description": DESCRIPTION, "config": MARKERS}
+            options["registry"] = REGISTRY
             command: Callable[[], None] = make_app(args).cli(args=args or ["--help"], **options)
             return command
     except SystemExit as end:
@@ -184,16 +185,6 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
     if figure is not None:
         draw_concentration(figure, seed)
         terminal().print(f"figure: {figure}")
-
-
-def bound(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """A function with the same parameters that returns the command with these arguments, to be called later."""
-
-    @functools.wraps(command)
-    def bind(*args: Any, **kwargs: Any) -> Callable[[], None]:
-        return functools.partial(command, *args, **kwargs)
-
-    return bind
 
 
 def make_app(args: Sequence[str]) -> SubcommandApp:

@@ -10,32 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from angpt.cli.data import prepare
-from angpt.cli.train import EXIT_INTERRUPTED, starting_point, without_rates
-from angpt.config import DataConfig, ModelConfig, TrainConfig
+from angpt.cli.train import EXIT_INTERRUPTED, Preset, starting_point
+from angpt.config import DataConfig, ModelConfig, TrainConfig, size_name
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.studies.compare import Comparison
-from angpt.system import available_cores
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from angpt.api import StudyOutcome
     from angpt.results import Result
-    from angpt.studies.executor import Pool
-    from angpt.studies.study import Study
-
-STUDIES = Path("studies")
 
 
 def compare_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
     start = starting_point(args, resumable=False)
-    start = dataclasses.replace(without_rates(start, start), seed=TrainConfig.seed)
+    start = dataclasses.replace(start.without_choices_of(start).without_rates_of(start), seed=TrainConfig.seed)
     base = Comparison(train=start.with_recipe(ModelConfig.architecture))
 
     def compare(
         settings: Annotated[Comparison, tyro.conf.arg(name="")] = base,
-        preset: str | None = None,
+        preset: Preset = None,
         config: Path | None = None,
         out: Path | None = None,
         workers: int | None = None,
@@ -50,36 +44,32 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
             preset: Settings of the runs: laptop (the default) or a size of the paper, 32M to 1B.
             config: Settings of the runs from a TOML file.
             out: Folder of the comparison; studies/ and the name of the preset unless given.
-            workers: Runs at a time; one per GPU, or two on the CPU, unless given.
+            workers: Runs at a time, each in its own process; 0: in this process. One per GPU, or two on the CPU, unless
+                given.
         """
-
         import jinja2  # noqa: F401  # here, so that a missing package is told before the training
         import matplotlib  # noqa: F401
         import scipy  # noqa: F401
 
+        from angpt import api
         from angpt.data.shards import INDEX
-        from angpt.report import write_pages
-        from angpt.studies.executor import Processes
-        from angpt.studies.study import FILE, Study
+        from angpt.studies.study import FILE, STUDIES
 
-        folder = out or STUDIES / (preset or (config.stem if config else "laptop"))
-        command = shlex.join(["angpt", *args])
-        study = Study(folder, settings.study())
-        pool = Processes(default_workers() if workers is None else workers)
-        if not (folder / FILE).exists():
-            if settings.train.data.path == DataConfig.path and not (Path(DataConfig.path) / INDEX).exists():
+        folder = out or STUDIES / (size_name(preset) if preset else config.stem if config else "laptop")
+        if not (folder / FILE).exists() and settings.train.data.path == DataConfig.path:
+            settings.study()  # finds mistakes first
+            if not (Path(DataConfig.path) / INDEX).exists():
                 prepare(("stdlib",), Path(DataConfig.path))
-            study.begin(None, command, on_this_machine=True)
-        elif Study.open(folder).config != study.config:
-            raise UserError(f"{folder}: holds another study (see its {FILE}); choose another --out")
-        study.retry()
-        console = terminal()
-        result = _execute(study, pool, console, f"stopped; the same command goes on: {command}")
-        _notes(console, result.notes)
-        _check_failures(study, result)
-        pages = write_pages(folder, result, folder, study.commands(), tell=_tell_stage)
-        shown = "".join(f"\nreport: {page}" for page in pages)
-        console.print(f"\n{result.verdict}\n{shown}")
+        command = shlex.join(["angpt", *args])
+        stopped = f"{folder}: stopped; the same command goes on: {command}"
+        try:
+            outcome = _executed(api.compare, stopped, settings, folder, workers=workers, command=command)
+        except api.RunsFailed as error:
+            _notes(error.outcome.result.notes)
+            raise
+        _notes(outcome.result.notes)
+        shown = "".join(f"\nreport: {page}" for page in api.report(folder, progress=_tell_stage))
+        terminal().print(f"\n{outcome.result.verdict}\n{shown}")
 
     return compare
 
@@ -113,10 +103,8 @@ def study_run(
 
     import scipy  # noqa: F401  # here, so that a missing package is told before the training
 
-    from angpt.present.tables import show
-    from angpt.studies.executor import InProcess, Pool, Processes
-    from angpt.studies.outcome import result_table
-    from angpt.studies.study import Study
+    from angpt import api
+    from angpt.studies.study import Study, file_of, folder_of
 
     options: dict[str, Any] = {"partition": partition, "hours": hours, "gpus": gpus}
     asked = {name: value for name, value in options.items() if value is not None}
@@ -124,59 +112,46 @@ def study_run(
         raise UserError(f"--{next(iter(asked))} is for --slurm")
     if slurm and workers is not None:
         raise UserError("--workers is for runs on this machine; with --slurm, at_most of [slurm] limits the jobs")
-    console = terminal()
-    study = Study.read(_file(file), out or _folder(file))
-    threads = study.config.threads
-    if slurm:
-        from angpt.studies.cluster import Cluster
-
-        pool: Pool = Cluster(study.folder, dataclasses.replace(study.config.slurm, **asked), threads)
-    elif workers == 0:
-        pool = InProcess(console, threads)
-    else:
-        pool = Processes(default_workers() if workers is None else workers, threads)
-    command = shlex.join(["angpt", "study", "run", str(file), *(["--out", str(out)] if out else [])])
-    study.begin(_file(file), command, on_this_machine=not slurm)
-    if retry:
-        study.retry()
-    stays = " watching; the jobs stay in the queue" if slurm else ""
-    result = _execute(study, pool, console, f"stopped{stays}; the same command goes on", live=workers != 0)
-    if any(run.ended for run in result.runs):
-        show(console, result_table(result))
-    _notes(console, result.notes)
-    _check_failures(study, result, "(--retry tries again)")
-    console.print(f"result: {study.folder / 'result.md'}")
+    folder = out or folder_of(file)
+    cluster = dataclasses.replace(Study.read(file_of(file), folder).config.slurm, **asked) if slurm else None
+    stopped = f"{folder}: stopped{' watching; the jobs stay in the queue' if slurm else ''}; the same command goes on"
+    try:
+        outcome = _executed(api.study, stopped, file, out, workers=workers, retry=retry, slurm=cluster)
+    except api.RunsFailed as error:
+        _show(error.outcome.result)
+        raise
+    _show(outcome.result)
+    terminal().print(f"result: {folder / 'result.md'}")
 
 
-def _execute(study: "Study", pool: "Pool", console: "Console", stopped: str, live: bool = True) -> "Result":
-    """Bring the runs of a study to their end, and show them meanwhile."""
+def _executed(call: Callable[..., "StudyOutcome"], stopped: str, *args: Any, **options: Any) -> "StudyOutcome":
+    """What an API call returns that executes a study; a signal prints `stopped` and exits."""
     from angpt.studies.executor import Interrupted
-    from angpt.studies.overview import Overview
 
     try:
-        with Overview(console, live) as overview:
-            return study.execute(pool, overview.tick)
+        return call(*args, progress=True, signals=True, **options)
     except Interrupted:
-        console.print(f"{study.folder}: {stopped}")
+        terminal().print(stopped)
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _check_failures(study: "Study", result: "Result", advice: str = "(the same command tries again)") -> None:
-    """Raise an error that gives the first reason if runs failed."""
-    if failures := study.failures():
-        name, reason = next(iter(failures.items()))
-        others = f"; `angpt study status {study.folder}` tells why the others did" if len(failures) > 1 else ""
-        failed = f"{len(failures)} of {len(result.runs)} runs failed {advice}: {name}: {reason}{others}"
-        raise UserError(f"{study.folder}: {failed}")
+def _show(result: "Result") -> None:
+    """Print the table of a result, if a run has ended, and its notes."""
+    from angpt.present.tables import show
+    from angpt.studies.outcome import result_table
+
+    if any(run.ended for run in result.runs):
+        show(terminal(), result_table(result))
+    _notes(result.notes)
 
 
 def _tell_stage(stage: str) -> None:
     terminal().print(f"report: {stage} …")
 
 
-def _notes(console: "Console", notes: Sequence[str]) -> None:
+def _notes(notes: Sequence[str]) -> None:
     for note in notes:
-        console.print(f"note: {note}")
+        terminal().print(f"note: {note}")
 
 
 def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
@@ -187,22 +162,18 @@ def study_status(study: Annotated[Path, tyro.conf.Positional]) -> None:
     """
 
     from angpt.present.tables import show
-    from angpt.studies.outcome import result_table
     from angpt.studies.progress import progress, status_lines, status_table
-    from angpt.studies.study import Study
+    from angpt.studies.study import Study, folder_of
 
     console = terminal()
-    opened = Study.open(_folder(study))
+    opened = Study.open(folder_of(study))
     if study.is_file() and Study.read(study, opened.folder).config != opened.config:
-        _notes(console, [f"{study}: was edited since {opened.folder} began; `angpt study run {study}` takes it over"])
+        _notes([f"{study}: was edited since {opened.folder} began; `angpt study run {study}` takes it over"])
     runs = progress(opened)
     show(console, status_table(runs))
     for line in status_lines(opened, runs):
         console.print(line)
-    result = opened.result()
-    if any(run.ended for run in result.runs):
-        show(console, result_table(result))
-    _notes(console, result.notes)
+    _show(opened.result())
 
 
 def study_plan(
@@ -213,36 +184,22 @@ def study_plan(
     Args:
         file: The study, or the folder of one.
         out: Its folder, if it has been begun elsewhere than in studies/; runs that have ended cost nothing.
-        tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given.
+        tflops: What a GPU does in training, in TFLOP/s; 125, an A100 at 40 % of its peak, unless given. GPU hours are
+            left out if it is not given and the study is small enough for this machine without a GPU.
     """
 
     from angpt.present.tables import show
-    from angpt.studies.progress import ASSUMED_TFLOPS, plan_lines, plan_table, progress
-    from angpt.studies.study import Study
+    from angpt.studies.progress import gpu_rate, plan_lines, plan_table, progress
+    from angpt.studies.study import Study, file_of, folder_of
 
     if tflops is not None and not 0 < tflops < float("inf"):
         raise UserError(f"--tflops {tflops}: must be positive and finite")
-    study = Study.read(_file(file), out or _folder(file))
-    runs, rate, console = progress(study), tflops or ASSUMED_TFLOPS, terminal()
+    study = Study.read(file_of(file), out or folder_of(file))
+    runs, console = progress(study), terminal()
+    rate = tflops or gpu_rate(study, runs)
     show(console, plan_table(runs, rate))
     for line in plan_lines(study, runs, rate):
         console.print(line)
-
-
-def _file(study: Path) -> Path:
-    """The file of a study that is given by its file or by its folder."""
-    return study / "study.toml" if study.is_dir() else study
-
-
-def _folder(study: Path) -> Path:
-    return STUDIES / study.stem if study.suffix == ".toml" and not study.is_dir() else study
-
-
-def default_workers() -> int:
-    """One per GPU; on the CPU two, since the threads of one process do not fill the cores with small matrices."""
-    import torch
-
-    return torch.cuda.device_count() or min(2, available_cores())
 
 
 def report(
@@ -259,25 +216,10 @@ def report(
         baseline: What speed-ups refer to, for run folders; gpt+ where there is one, else the first.
     """
 
-    from angpt.report import write_pages
-    from angpt.studies.folders import summarise_runs
+    from angpt import api
     from angpt.studies.study import FILE, Study
-    from angpt.training.run import Run
 
-    if not folders:
-        raise UserError("name the folder of a study, or run folders")
     if len(folders) == 1 and (folders[0] / FILE).exists():
-        study = Study.open(folders[0])
-        result = study.result()
-        _notes(terminal(), result.notes)
-        pages = write_pages(study.folder, result, out or study.folder, study.commands(), tell=_tell_stage)
-    else:
-        names = [Run.open(folder).config().recipe for folder in folders]
-        chosen = baseline or ("gpt+" if "gpt+" in names else names[0])
-        if chosen not in names:
-            raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
-        command = f"angpt report {shlex.join(map(str, folders))}"
-        target = out or Path("report")
-        pages = write_pages(target, summarise_runs(folders, chosen), target, [command], folders, _tell_stage)
-    for page in pages:
+        _notes(Study.open(folders[0]).result().notes)
+    for page in api.report(folders, out, baseline, progress=_tell_stage):
         terminal().print(f"report: {page}")

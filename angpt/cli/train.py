@@ -1,16 +1,15 @@
 """The command `angpt train`: choose the configuration, call the library and print."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
-from angpt.config import PRESETS, OptimizerConfig, TrainConfig, preset
+from angpt.config import TrainConfig, preset
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.serialization import read_toml
@@ -18,13 +17,15 @@ from angpt.slurm import SlurmConfig
 
 EXIT_INTERRUPTED, EXIT_DIVERGED = 3, 4
 DEFAULT_PRESET = "laptop"
+Preset = Annotated[str | None, tyro.conf.arg(aliases=["--size"])]
 
 
 def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
     """The configuration that other options override: that of a run, a file or a preset."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.set_defaults(resume=None)
-    for name in ("--config", "--preset", *(("--resume",) if resumable else ())):
+    parser.add_argument("--preset", "--size")
+    for name in ("--config", *(("--resume",) if resumable else ())):
         parser.add_argument(name)
     try:
         chosen, _ = parser.parse_known_args(args)
@@ -42,24 +43,13 @@ def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
     return preset(chosen.preset or DEFAULT_PRESET)
 
 
-def without_rates(config: TrainConfig, base: TrainConfig) -> TrainConfig:
-    """The configuration with learning rates, warm-up and decay left open, unless they differ from those of `base`.
-
-    The config.toml of a run has values for them, which would be wrong for another architecture or optimizer.
-    """
-    ours, theirs = config.optimizer, base.optimizer
-    names = ["lr", "adam_lr", "warmup", "weight_decay", *(["momentum"] if ours.name == "adam" else [])]
-    opened: dict[str, Any] = {n: getattr(OptimizerConfig, n) for n in names if getattr(ours, n) == getattr(theirs, n)}
-    return dataclasses.replace(config, optimizer=dataclasses.replace(ours, **opened))
-
-
 def train_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on its arguments."""
     base = starting_point(args)
 
     def train(
         settings: Annotated[TrainConfig, tyro.conf.arg(name="")] = base,
-        preset: str | None = None,
+        preset: Preset = None,
         config: Path | None = None,
         resume: Path | None = None,
         out: Path | None = None,
@@ -84,26 +74,17 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
             raise UserError("options --slurm.… need --slurm; give that as well")
         if resume is not None and out is not None:
             raise UserError("--resume continues in its own folder; leave out --out")
-        if resume is None and settings.recipe != base.recipe:
-            settings = without_rates(settings, base)
-        name = default_name(settings, preset or ("" if config else DEFAULT_PRESET))
-        folder = resume or out or Path("runs") / name
+        if resume is None:
+            settings = settings.without_choices_of(base)
+        folder = resume or out or Path("runs") / settings.default_name
         if not slurm:
-            run_here(settings, folder, resumed=resume is not None)
+            run_here(settings, folder, resume is not None)
         elif resume is None and folder.exists():
             raise UserError(f"{folder}: exists; continue with `--resume {folder}` or choose another --out")
         else:
             queue(settings, folder, cluster)
 
     return train
-
-
-def default_name(config: TrainConfig, base: str) -> str:
-    """Name of a run: angpt-laptop-s0, or angpt-d64-l2-s0 if the dimensions are not those of the preset."""
-    m = config.model
-    if base not in PRESETS or PRESETS[base]["model"].items() - dataclasses.asdict(m).items():
-        base = f"d{m.d_model}-l{m.n_layers}"
-    return f"{config.recipe.replace('/', '-').replace(':', '-')}-{base}-s{config.seed}"
 
 
 def queue(config: TrainConfig, folder: Path, cluster: SlurmConfig) -> None:
@@ -121,24 +102,20 @@ def train_in_job(config: TrainConfig, folder: Path, threads: int) -> bool:
     """Train in each process of a job; return True if the run has ended."""
     import torch
 
-    from angpt.training.launch import start
-    from angpt.training.reporter import PlainReporter
+    from angpt import api
 
     torch.set_num_threads(threads)
-    return start(config, folder, PlainReporter(terminal()), again=True).status != "interrupted"
+    return api.train(config, folder, resume=True, progress=True, signals=True).status != "interrupted"
 
 
 def run_here(config: TrainConfig, folder: Path, resumed: bool) -> None:
     """Train in this process and print how the run ended, which also decides the exit code."""
-
-    from angpt.training.launch import resume, start
+    from angpt import api
     from angpt.training.ranks import launched_rank
-    from angpt.training.reporter import reporter_for
 
-    console = terminal()
-    reporter = reporter_for(console)
-    s = resume(folder, reporter, config) if resumed else start(config, folder, reporter)
-    console.quiet = launched_rank() > 0  # rank 0 prints it
+    s = api.train(config, folder, resume=resumed, progress=True, signals=True).summary
+    assert s is not None
+    console = terminal(quiet=launched_rank() > 0)  # rank 0 prints it
     loss = "none" if s.val_loss is None else f"{s.val_loss:.4f}"
     speed = "" if not s.tokens_per_s else f" at {s.tokens_per_s:,.0f} tokens/s"
     where = f"step {s.step:,} of {s.steps:,}"

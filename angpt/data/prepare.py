@@ -48,6 +48,14 @@ DEFAULTS = ("EleutherAI/gpt-neox-20b", 0.01)
 Documents = Callable[[], Iterator[tuple[SplitName, Piece]]]
 
 
+def default_name(sources: tuple[str, ...]) -> str:
+    """The last part of the source's path or hub name, without the suffixes of a file."""
+    if len(sources) != 1:
+        raise UserError("give one source (stdlib, hf:NAME, a file, a folder), or several and the folder with --out")
+    path = Path(sources[0].removeprefix("hf:")).resolve()
+    return path.name.split(".")[0] if path.is_file() else path.name
+
+
 def prepare(
     names: tuple[str, ...],
     out: Path,

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from tokenizers import Tokenizer
@@ -26,8 +26,10 @@ from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.requests import Origin, Requests, Scored, Scores
 from angpt.evaluation.results import SCORES, LossResult, Results, TaskResult, read_results, with_error, write_results
 from angpt.evaluation.scoring import Model, Progress, score
-from angpt.evaluation.subjects import Subject
-from angpt.evaluation.tasks import TASKS, Task, data_digest, harness_version
+from angpt.evaluation.spread import command_line, evaluate_parts, own_part
+from angpt.evaluation.subjects import Subject, open_subject
+from angpt.evaluation.tasks import PAPER, TASKS, Task, choose, data_digest, harness_version, is_benchmarks
+from angpt.present.terminal import terminal
 from angpt.present.words import printable
 from angpt.training.hardware import choose_device, present
 from angpt.training.run import environment
@@ -73,13 +75,11 @@ class Settings:
 
 
 class Display:
-    """Terminal output: lines, and a progress bar."""
+    """Lines, which may go to a function instead of the terminal, and a progress bar in the terminal."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-
-    def note(self, text: str) -> None:
-        self.console.print(text)
+    def __init__(self, progress: bool | Callable[[str], object]) -> None:
+        self.console = terminal(quiet=progress is not True)
+        self.note: Callable[[str], object] = self.console.print if isinstance(progress, bool) else progress
 
     @contextlib.contextmanager
     def bar(self, label: str) -> Iterator[Progress]:
@@ -243,6 +243,77 @@ class Harness:
         if key not in self.tokenized:
             self.tokenized[key] = self.build(task).requests(tokenizer, self.origin(task, tokenizer))
         return self.tokenized[key]
+
+
+def evaluate(
+    models: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    data: Sequence[str | PathLike[str]] = (),
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    tokenizer: str | None = None,
+    requests: str | PathLike[str] | None = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    batch_tokens: int | None = None,
+    progress: bool | Callable[[str], object] = False,
+) -> list[Results]:
+    """Evaluate models: loss, perplexity and bits per byte on prepared data, and tasks of lm-evaluation-harness.
+
+    Results are kept in the folder of each model, and not computed twice for the same weights. On a machine with several
+    GPUs, each evaluates a share of the models.
+
+    Args:
+        models: Run folders, folded models, exports.
+        data: Prepared folders, and a folder of benchmarks; without them and tasks, the models' own training data.
+        tasks: Names of tasks, or paper: those of the paper's table, which a folder of benchmarks implies.
+        limit: Use only this many samples of each task, or windows of prepared data.
+        tokenizer: A tokenizer.json, if that of the training data cannot be found.
+        requests: Score the requests in this folder, without lm-eval.
+        device: cpu, cuda, or auto: cuda if available.
+        precision: Precision of matrix products: fp32, bf16, or auto: bf16 on a GPU.
+        batch_tokens: Tokens per forward pass; 65,536 on a GPU and 8,192 on the CPU unless given.
+        progress: True: print lines, and a progress bar in a terminal. A function is called with each line.
+    """
+    paths = [Path(p) for p in ([models] if isinstance(models, str | PathLike) else models)]
+    prepared, benchmarks = sort_data([Path(p) for p in data])
+    chosen, display = choose(tuple(tasks) or (PAPER if benchmarks else ())), Display(progress)
+    settings = Settings.choose(device, precision, batch_tokens, limit)
+    subjects = [open_subject(path) for path in paths]
+    harness = Harness(benchmarks, limit, display)
+    files = None if requests is None else read_requests(Path(requests), chosen if tasks else None)
+    part = own_part(subjects)
+    if part is None:
+        arguments = command_line(
+            paths, data=tuple(data), tasks=tuple(tasks), limit=limit, tokenizer=tokenizer, requests=requests,
+            device=device, precision=precision, batch_tokens=batch_tokens,
+        )  # fmt: skip
+        evaluate_parts(settings.device, len(paths), arguments, quiet=progress is not True)
+    results = []
+    for subject in subjects if part is None else part:
+        evaluator = Evaluator(subject, settings, display)
+        folders = prepared
+        if not folders and not chosen and files is None:
+            if subject.data is None:
+                raise UserError(f"{subject.path}: its training data is unknown; name data with --data or --tasks")
+            folders = [subject.data]
+        for folder in folders:
+            evaluator.loss(folder)
+        if files is not None:
+            for file in files:
+                evaluator.score(file)
+        elif chosen:
+            evaluate_tasks(evaluator, chosen, harness, subject.tokenizer(tokenizer))
+        results.append(evaluator.results)
+    return results
+
+
+def sort_data(paths: Sequence[Path]) -> tuple[list[Path], Path | None]:
+    """The prepared folders, and the folder of benchmarks, if any."""
+    benchmarks = [path for path in paths if path.is_dir() and is_benchmarks(path)]
+    if len(benchmarks) > 1:
+        raise UserError(f"{benchmarks[0]} and {benchmarks[1]} both hold benchmarks; give one of them")
+    return [path for path in paths if path not in benchmarks], next(iter(benchmarks), None)
 
 
 def evaluate_tasks(evaluator: Evaluator, tasks: Sequence[Task], harness: Harness, tokenizer: Tokenizer) -> None:

@@ -39,7 +39,7 @@ def command_line(models: Sequence[Path], **options: Any) -> list[str]:
     return found
 
 
-def evaluate_parts(device: torch.device, models: int, arguments: Sequence[str]) -> None:
+def evaluate_parts(device: torch.device, models: int, arguments: Sequence[str], quiet: bool = False) -> None:
     """Run `angpt` with these arguments in one process per GPU, if there are several, each with its share of the models.
 
     They leave results in the folders of the models; this process repeats what failed, and reports the error.
@@ -48,7 +48,9 @@ def evaluate_parts(device: torch.device, models: int, arguments: Sequence[str]) 
     if count < 2:
         return
     command = [sys.executable, "-m", "angpt", *arguments]
-    processes = [subprocess.Popen(command, env=os.environ | {PART: f"{i}/{count}"}) for i in range(count)]
+    output = subprocess.DEVNULL if quiet else None
+    parts = [os.environ | {PART: f"{i}/{count}"} for i in range(count)]
+    processes = [subprocess.Popen(command, env=part, stdout=output, stderr=output) for part in parts]
     try:
         for process in processes:
             process.wait()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 
 from angpt.errors import UserError
 from angpt.fits.binned import Binned
+from angpt.fits.curve_figures import isoflop_curves, parametric_law
 from angpt.fits.frontier import Frontier
+from angpt.fits.hparam_figures import rates, sweeps, token_trends, trends
 from angpt.fits.hparams import SETTINGS, HparamFit
 from angpt.fits.isoflop import IsoFlop
 from angpt.fits.parametric import Parametric
@@ -19,6 +22,7 @@ from angpt.fits.plane import PlaneLaw
 from angpt.fits.powerlaw import PowerLaw
 from angpt.fits.saturating import Saturating
 from angpt.fits.scaling import APPROACHES, QUANTITIES, Approach, ArchitectureFit, ScalingFit
+from angpt.fits.scaling_figures import loss_over_compute, optimal_sizes, savings
 from angpt.present.charts import Absent, Chart, write_chart
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label, quantity, without_html
@@ -35,7 +39,25 @@ SHORT: dict[Approach, str] = {
 """Short names of the approaches, for tables that fit a terminal."""
 
 
-def write_fit(out: Path, name: str, values: dict[str, Any], charts: Sequence[Chart | Absent]) -> list[str]:
+def write_fit(fit: HparamFit | ScalingFit, out: str | PathLike[str], made_by: str = "") -> list[str]:
+    """Write hparams.json or scaling.json, the figures and their captions to the folder `out`; return a line for each.
+
+    `made_by` is the command that repeats it.
+    """
+    values: dict[str, Any] = {"made_by": made_by}
+    if isinstance(fit, HparamFit):
+        charts = [make(fit) for make in (sweeps, rates, trends, token_trends)]
+        return write_files(Path(out), "hparams", values | vars(fit), charts)
+    charts = [make(fit) for make in (loss_over_compute, optimal_sizes, isoflop_curves, parametric_law, savings)]
+    return write_files(Path(out), "scaling", values | scaling_values(fit), charts)
+
+
+def fit_tables(fit: HparamFit | ScalingFit) -> list[Table]:
+    """The tables of a fit."""
+    return hparam_tables(fit) if isinstance(fit, HparamFit) else scaling_tables(fit)
+
+
+def write_files(out: Path, name: str, values: dict[str, Any], charts: Sequence[Chart | Absent]) -> list[str]:
     """Write NAME.json, the figures and their captions to the folder `out`; return a line for each."""
     try:
         out.mkdir(parents=True, exist_ok=True)

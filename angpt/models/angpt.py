@@ -13,10 +13,6 @@ from angpt.models.factors import LerpFactor
 from angpt.models.primitives import Context, LearnedScale, lerp, norm, swiglu
 
 
-def stored_scale(cfg: ModelConfig) -> float:
-    return 0.01 if cfg.stored_scale is None else cfg.stored_scale
-
-
 class AnGPTBlock(Block):
     computes = Design(output_norm=True, lerp=True)
 
@@ -24,8 +20,8 @@ class AnGPTBlock(Block):
         super().__init__(cfg, layer)
         self.nu, self.nu_lerp = self.constants(cfg), self.residual_factor()
         self.g = LearnedScale(1, init=cfg.g_start, scale=cfg.g_start)
-        self.alpha_a = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
-        self.alpha_m = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+        self.alpha_a = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=cfg.stored_start)
+        self.alpha_m = LearnedScale(cfg.d_model, init=cfg.alpha_init, scale=cfg.stored_start)
 
     def constants(self, cfg: ModelConfig) -> factors.Factors:
         return factors.constants(cfg)
@@ -64,7 +60,7 @@ class AnGPT(NormalizedDecoder):
     Block = AnGPTBlock
 
     def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__(cfg, stored_scale(cfg))
+        super().__init__(cfg, cfg.stored_start)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.W_e(tokens)  # h ← W_e x_in

@@ -64,7 +64,7 @@ def constants(cfg: ModelConfig) -> Factors:
     """The constant factors of a model of this shape."""
     return Factors(
         qkv=nu_linear(cfg.d_model, cfg.d_head),
-        p=nu_linear(cfg.d_head, cfg.d_model) if cfg.nu_p is None else cfg.nu_p,
+        p=cfg.nu_p_value,
         uz=nu_linear(cfg.d_model, cfg.d_mlp),
         acf=cfg.nu_acf,
         d=nu_linear(cfg.d_mlp, cfg.d_model),

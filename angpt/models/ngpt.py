@@ -13,10 +13,6 @@ from angpt.models.design import Design
 from angpt.models.primitives import Context, LearnedScale, PositiveScale, lerp, norm, swiglu
 
 
-def stored_scale(cfg: ModelConfig) -> float:
-    return 1 / math.sqrt(cfg.d_model) if cfg.stored_scale is None else cfg.stored_scale
-
-
 class NGPTBlock(Block):
     computes = Design(qk="s_qk", s_uz=True, output_norm=True, lerp=True, positive_alpha=True, update_norm=True)
 
@@ -24,10 +20,10 @@ class NGPTBlock(Block):
         super().__init__(cfg, layer)
         self.sqrt_d = math.sqrt(cfg.d_model)
         self.sqrt_d_k = math.sqrt(cfg.d_head)
-        self.s_qk = LearnedScale(cfg.d_model, init=1.0, scale=stored_scale(cfg))
+        self.s_qk = LearnedScale(cfg.d_model, init=1.0, scale=cfg.stored_start)
         self.s_uz = LearnedScale(2 * cfg.d_mlp, init=1.0, scale=1.0)
-        self.alpha_a = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
-        self.alpha_m = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=stored_scale(cfg))
+        self.alpha_a = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=cfg.stored_start)
+        self.alpha_m = PositiveScale(cfg.d_model, init=cfg.alpha_init, scale=cfg.stored_start)
 
     def attention(self, h: Tensor, ctx: Context) -> Tensor:
         s_q = s_k = self.s_qk().view(-1, 1, self.d_head)
@@ -61,7 +57,7 @@ class NGPT(NormalizedDecoder):
     Block = NGPTBlock
 
     def __init__(self, cfg: ModelConfig) -> None:
-        super().__init__(cfg, stored_scale(cfg))
+        super().__init__(cfg, cfg.stored_start)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.W_e(tokens)  # h ← W_e x_in

@@ -12,7 +12,7 @@ from angpt.config import ModelConfig
 from angpt.constraints import Constraint
 from angpt.errors import UserError, nearest
 from angpt.models import factors
-from angpt.models.angpt import AnGPT, AnGPTBlock, stored_scale
+from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.decoder import Decoder
 from angpt.models.design import Design
 from angpt.models.factors import LerpFactor
@@ -270,7 +270,7 @@ class ScaleBeforeHead(AnGPT):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__(cfg)
         del self.s_z
-        self.s_h = LearnedScale(cfg.d_model, init=1.0, scale=stored_scale(cfg))
+        self.s_h = LearnedScale(cfg.d_model, init=1.0, scale=cfg.stored_start)
 
     def head(self, h: Tensor) -> Tensor:
         return self.W_h((h * self.s_h()).to(h.dtype))

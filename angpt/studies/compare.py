@@ -34,6 +34,9 @@ class Comparison:
     train: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     """Everything else about the runs."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "architectures", tuple(name.lower() for name in self.architectures))
+
     def study(self) -> StudyConfig:
         """The study file: one batch size and the same budgets for all architectures, those of the baseline."""
         from angpt.studies.grid import short  # not above: it imports PyTorch, which --help does not need

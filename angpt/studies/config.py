@@ -61,6 +61,7 @@ class Grid:
     edge as with lr_limits, which are 16 times beyond the lowest and highest rate unless given."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "architectures", tuple(name.lower() for name in self.architectures))
         for name in ("architectures", "sizes", "budgets", "batches", "lrs", "seeds"):
             axis: Sequence[Any] = getattr(self, name)
             if len(set(axis)) != len(axis):
@@ -117,6 +118,9 @@ class StudyConfig:
     """Settings of [train] that one architecture has for itself: [settings."gpt+:muon".optimizer] with weight_decay."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "baseline", self.baseline.lower())
+        for name in ("lrs", "settings"):
+            object.__setattr__(self, name, {key.lower(): value for key, value in getattr(self, name).items()})
         if not self.grid:
             raise UserError("a study has one [[grid]] at least")
         for key in OF_A_GRID:

@@ -8,20 +8,21 @@ import itertools
 import multiprocessing as mp
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NamedTuple, Protocol
-
-from rich.console import Console
 
 from angpt.errors import UserError
 from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, reason
 from angpt.system import available_cores
+from angpt.training.reporter import Quiet, Reporter
 
 POLL_SECONDS = 0.25
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -66,15 +67,17 @@ def execute(
     pool: Pool,
     tick: Callable[[Sequence[Job], set[Path]], None],
     failed: Callable[[Job, str], None],
+    signals: bool = True,
 ) -> None:
     """Bring all jobs to their end.
 
     `jobs` is asked again when a run has ended, for what came out may call for further ones. `tick` is called often,
-    with all jobs and the folders under way. `failed` is told what went wrong with a run, and the others go on. An
-    interrupt stops all at their next step; the same call goes on.
+    with all jobs and the folders under way. `failed` is told what went wrong with a run, and the others go on. With
+    `signals`, SIGINT and SIGTERM raise `Interrupted`. That, a KeyboardInterrupt or an error of `tick` stops all runs at
+    their next step, saved; the same call goes on.
     """
     failures: set[Path] = set()
-    with _interrupts() as interrupted:
+    with _interrupts() if signals else nullcontext(threading.Event()) as interrupted, _stopped(pool):
         current = jobs()
         for job in current:
             check_settings(job)
@@ -101,6 +104,18 @@ def execute(
         raise Interrupted
 
 
+@contextmanager
+def _stopped(pool: Pool) -> Iterator[None]:
+    """Let the runs of a pool save and end if an exception leaves the block."""
+    try:
+        yield
+    except BaseException:
+        while pool.taken:
+            pool.stop()
+            pool.wait(1.0)
+        raise
+
+
 def _to_do(jobs: Sequence[Job], pool: Pool, failures: set[Path]) -> list[Job]:
     """The jobs to start, the first of them last."""
     skipped = pool.taken | failures
@@ -113,8 +128,10 @@ class InProcess:
 
     slots = 1
 
-    def __init__(self, console: Console, threads: int | None = None) -> None:
-        self.console, self.threads = console, threads
+    def __init__(
+        self, reporter: Callable[[], Reporter] = Quiet, threads: int | None = None, signals: bool = True
+    ) -> None:
+        self.reporter, self.threads, self.signals = reporter, threads, signals
         self.over: list[Ended] = []
 
     @property
@@ -128,15 +145,15 @@ class InProcess:
     def start(self, job: Job) -> None:
         import torch
 
-        from angpt.training.reporter import reporter_for
-
+        failure, before = None, torch.get_num_threads()
         torch.set_num_threads(self.threads or available_cores())
-        failure = None
         try:
-            if bring_to_end(job, reporter_for(self.console)).status == "interrupted":
+            if bring_to_end(job, self.reporter(), self.signals).status == "interrupted":
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
         except Exception as error:
             failure = reason(error)
+        finally:
+            torch.set_num_threads(before)
         self.over.append(Ended(job, failure))
 
     def wait(self, seconds: float) -> list[Ended]:
@@ -145,6 +162,13 @@ class InProcess:
 
     def stop(self) -> None:
         pass
+
+
+def default_workers() -> int:
+    """One per GPU; on the CPU two, since the threads of one process do not fill the cores with small matrices."""
+    import torch
+
+    return torch.cuda.device_count() or min(2, available_cores())
 
 
 class Running(NamedTuple):
@@ -181,7 +205,8 @@ class Processes:
         ours, theirs = self.context.Pipe(duplex=False)
         process = self.context.Process(target=_run, args=(job, slot, self.threads, theirs), name=job.folder.name)
         _start_server()
-        process.start()
+        with _hidden_script():
+            process.start()
         theirs.close()
         self.runs.append(Running(job, process, ours, slot))
 
@@ -218,6 +243,18 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def _hidden_script() -> Iterator[None]:
+    """Keep multiprocessing from importing the caller's script in the child: a run needs nothing from it, and a script
+    without `if __name__ == "__main__"` would begin its study there again."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     """Train in the child process, or send the reason of the failure."""
     for number in SIGNALS:  # outside the loop, which listens, there is nothing to save
@@ -225,8 +262,6 @@ def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _end_with_the_parent()
     import torch
-
-    from angpt.training.reporter import Quiet
 
     torch.set_num_threads(threads)
     if torch.cuda.is_available():

@@ -92,7 +92,7 @@ def check_settings(job: Job) -> None:
         )
 
 
-def bring_to_end(job: Job, reporter: "Reporter") -> Summary:
+def bring_to_end(job: Job, reporter: "Reporter", signals: bool = True) -> Summary:
     """Begin a run or go on with it, here and now."""
     from angpt.training.launch import start
     from angpt.training.ranks import launched_rank
@@ -103,7 +103,7 @@ def bring_to_end(job: Job, reporter: "Reporter") -> Summary:
         config = Run.open(job.folder).config()
         if launched_rank() == 0:
             _wait_for_lock(Run.open(job.folder))
-    return start(config, job.folder, reporter, again=True)
+    return start(config, job.folder, reporter, again=True, signals=signals)
 
 
 def _wait_for_lock(run: Run) -> None:

@@ -1,7 +1,8 @@
 """What a person sees of many runs under way: a live table in a terminal, plain lines elsewhere."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from angpt.present.terminal import terminal
 from angpt.present.words import printable
 from angpt.results import State
 from angpt.studies.jobs import Job, state_of
@@ -20,7 +22,7 @@ MOST_ROWS = 24
 """Above this many runs the table shows those that run or have failed, and counts the others."""
 
 
-class Overview:
+class Overview(AbstractContextManager["Overview"]):
     """Shows the state of every run; `tick` is called with all jobs and the folders under way."""
 
     def __init__(self, console: Console, live: bool = True) -> None:
@@ -49,6 +51,29 @@ class Overview:
                 loss = _number(record.get("val_loss"), ".4f")
                 told = f"{state}, validation loss {loss}" if loss else state
                 self.console.print(f"{job.folder.name}: {told}")
+
+
+class Changes:
+    """Calls a function with the state of every run, by its name, whenever one has changed."""
+
+    def __init__(self, function: Callable[[Mapping[str, State]], object]) -> None:
+        self.function = function
+        self.last: dict[str, State] = {}
+
+    def tick(self, jobs: Sequence[Job], running: set[Path]) -> None:
+        states = {job.folder.name: state_of(job, job.folder in running) for job in jobs}
+        if states != self.last:
+            self.last = states
+            self.function(states)
+
+
+def overview_for(
+    progress: bool | Callable[[Mapping[str, State]], object], live: bool
+) -> AbstractContextManager[Overview | Changes]:
+    """True: an `Overview`, in a terminal a live table if `live`. False: shows nothing. A function is called."""
+    if isinstance(progress, bool):
+        return Overview(terminal(quiet=not progress), live and progress)
+    return nullcontext(Changes(progress))
 
 
 def _table(states: dict[Job, State]) -> Table:

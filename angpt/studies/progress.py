@@ -120,8 +120,23 @@ def status_lines(study: Study, runs: Sequence[Progress]) -> list[str]:
     return lines
 
 
-def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
-    """The runs of a study and their cost: a row for each architecture, size and budget."""
+def gpu_rate(study: Study, runs: Sequence[Progress]) -> float | None:
+    """TFLOP/s of a GPU of which nothing is known; None for a study that is for the CPU: its file says so, or this
+    machine has no GPU and would train it in reasonable time."""
+    import torch
+
+    device = study.config.train.device
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available() and _short(runs))
+    return None if on_cpu else ASSUMED_TFLOPS
+
+
+def _short(runs: Sequence[Progress]) -> bool:
+    return seconds_here(sum(run.left for run in runs)) < LONG_SECONDS
+
+
+def plan_table(runs: Sequence[Progress], tflops: float | None) -> Table:
+    """The runs of a study and their cost: a row for each architecture, size and budget. `tflops` is the rate of a GPU;
+    None: there are no GPU hours."""
     groups: dict[tuple[str, int, int], list[Progress]] = {}
     for run in runs:
         key = run.job.config.recipe, run.job.plan.parameters, int(run.job.config.tokens)
@@ -129,18 +144,18 @@ def plan_table(runs: Sequence[Progress], tflops: float) -> Table:
     rows = []
     for (architecture, parameters, tokens), members in groups.items():
         left, to_do = sum(run.left for run in members), sum(run.left > 0 for run in members)
-        cells = str(len(members)), str(to_do), f"{left:.3g}", hours(left, tflops)
+        cells = str(len(members)), str(to_do), f"{left:.3g}", *([hours(left, tflops)] if tflops else [])
         rows.append((label(architecture), quantity(parameters), quantity(tokens), *cells))
-    return Table(("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", "GPU hours"), rows)
+    columns = ("architecture", "parameters", "tokens", "runs", "to do", "FLOPs", *(["GPU hours"] if tflops else []))
+    return Table(columns, rows)
 
 
-def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[str]:
+def plan_lines(study: Study, runs: Sequence[Progress], tflops: float | None) -> list[str]:
     left = sum(run.left for run in runs)
     to_do = sum(run.left > 0 for run in runs)
-    lines = [
-        f"{to_do} of {plural(len(runs), 'run')} to do: {left:.3g} FLOPs, {hours(left, tflops)} GPU hours at "
-        f"{tflops:g} TFLOP/s (evaluation and compiling not counted)"
-    ]
+    on_gpu = f", {hours(left, tflops)} GPU hours at {tflops:g} TFLOP/s" if tflops else ""
+    of = f"{to_do} of {plural(len(runs), 'run')} to do"
+    lines = [f"{of}: {left:.3g} FLOPs{on_gpu} (evaluation and compiling not counted)"]
     measured = seconds_left(runs)
     if left and measured is not None:
         lines.append(f"at the rates measured in this study so far: {duration(measured)} of device time")
@@ -150,7 +165,7 @@ def plan_lines(study: Study, runs: Sequence[Progress], tflops: float) -> list[st
         flops = sum(job.flops for job in growth)
         lines.append(
             f"the grids grow while their best point is at an edge: by {plural(len(growth), 'run')} and "
-            f"{hours(flops, tflops)} GPU hours at most"
+            f"{f'{hours(flops, tflops)} GPU hours' if tflops else f'{flops:.3g} FLOPs'} at most"
         )
     return lines
 

@@ -48,6 +48,17 @@ from angpt.training.plan import make_plan
 from angpt.version import __version__
 
 FILE = "study.toml"
+STUDIES = Path("studies")
+
+
+def file_of(study: Path) -> Path:
+    """The file of a study that is given by its file or by its folder."""
+    return study / FILE if study.is_dir() else study
+
+
+def folder_of(study: Path) -> Path:
+    """The folder of a study that is given by its file or by its folder."""
+    return STUDIES / study.stem if study.suffix == ".toml" and not study.is_dir() else study
 
 
 @dataclass(frozen=True)
@@ -190,7 +201,7 @@ class Study:
         ]
         return [job for job in self._jobs(largest) if job.folder not in known]
 
-    def execute(self, pool: Pool, tick: Callable[[Sequence[Job], set[Path]], None]) -> Result:
+    def execute(self, pool: Pool, tick: Callable[[Sequence[Job], set[Path]], None], signals: bool = True) -> Result:
         """Bring all runs to their end. A run that fails is noted, and the others go on."""
 
         def jobs() -> list[Job]:
@@ -198,7 +209,7 @@ class Study:
             return self.jobs()
 
         with self.lock():
-            execute(jobs, pool, tick, note_failure)
+            execute(jobs, pool, tick, note_failure, signals)
             return self.result()
 
     def result(self) -> Result:

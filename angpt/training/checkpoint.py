@@ -118,7 +118,7 @@ class Writer(AbstractContextManager["Writer"]):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self.finish()
-        elif isinstance(error, Exception):  # raised instead of an error of the writer, because it came first
+        else:  # raised instead of an error of the writer, because it came first
             with suppress(UserError):
                 self.finish()
 

@@ -25,27 +25,36 @@ Data = tuple[TokenData, TokenData]
 """Training and validation tokens."""
 
 
-def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False) -> Summary:
-    """Train a new run into the folder `out`; with `again`, or after a restart by the launcher, continue its run."""
+def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = False, signals: bool = True) -> Summary:
+    """Train a new run into the folder `out`; with `again`, or after a restart by the launcher, continue its run.
+
+    With `signals`, SIGINT and SIGTERM end the run after the current step, saved. Otherwise Ctrl-C raises
+    KeyboardInterrupt at once, and the run can be continued from its last checkpoint.
+    """
+    if again and out.exists() and (summary := ended_as(Run.open(out), config)) is not None:
+        return summary
     with launched(config) as (plan, data, strategy):
         if (again or restarted()) and strategy.share(out.exists):
-            return proceed(config, plan, data, Run.open(out), reporter, strategy)
+            return proceed(config, plan, data, Run.open(out), reporter, strategy, signals)
         run = strategy.share(lambda: Run.create(out, plan.config))
         with opened(run, reporter, strategy) as reporter:
-            return Trainer(plan, run, *data, reporter, strategy).train()
+            return Trainer(plan, run, *data, reporter, strategy).train(signals)
 
 
-def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None) -> Summary:
+def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None, signals: bool = True) -> Summary:
     """Continue a run, with other `config.RESUME_SETTINGS` if a configuration is given; an ended run stays as it is."""
-    run = Run.open(out)
-    config = config or run.config()
-    if config == run.config() and (summary := run.summary()) is not None and summary.status != "interrupted":
-        return summary  # its data may be gone
-    with launched(config) as (plan, data, strategy):
-        return proceed(config, plan, data, run, reporter, strategy)
+    return start(config or Run.open(out).config(), out, reporter, again=True, signals=signals)
 
 
-def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Reporter, strategy: Strategy) -> Summary:
+def ended_as(run: Run, config: TrainConfig) -> Summary | None:
+    """The summary of a run with this configuration if it has ended; then its data may be gone."""
+    summary = run.summary() if config == run.config() else None
+    return None if summary is None or summary.status == "interrupted" else summary
+
+
+def proceed(
+    config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Reporter, strategy: Strategy, signals: bool
+) -> Summary:
     """Continue a run on the processes of this launch."""
     check_same(run.config(), plan.config, run.path)
     summary = strategy.share(run.summary)
@@ -57,7 +66,7 @@ def proceed(config: TrainConfig, plan: Plan, data: Data, run: Run, reporter: Rep
             trainer.load(path)
         if strategy.main:  # the micro-batch as given, not reduced to a divisor of this rank's share
             run.write_config(dataclasses.replace(plan.config, micro_batch=config.micro_batch or plan.micro_batch))
-        return trainer.train()
+        return trainer.train(signals)
 
 
 def newest_checkpoint(run: Run) -> Path | None:

@@ -198,7 +198,9 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
     rates = {"lr": rule.lr_at(parameters, budget, batch_tokens), "adam_lr": rule.adam_lr_at(budget)}
     optimizer = _filled(cfg.optimizer, **rates, weight_decay=rule.weight_decay, warmup=rule.warmup)
     resolved = _filled(
-        dataclasses.replace(cfg, optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch),
+        dataclasses.replace(
+            cfg, model=cfg.model.resolved(), optimizer=optimizer, tokens=str(budget), micro_batch=micro_batch
+        ),
         batch_tokens=batch_tokens,
         device=device.type,
         precision="bf16" if on_gpu else "fp32",

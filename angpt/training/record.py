@@ -1,9 +1,10 @@
 """A typed reader of a run folder, also while the run is running."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -35,12 +36,22 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The loss of a training step on its batch, and the norm of its gradient before clipping."""
+class TrainStep:
+    """A training step: its loss before the update, and what was measured with it."""
 
+    step: int
     tokens: int
     loss: float
+    lr: float
     grad_norm: float
+    tokens_per_s: float
+    mfu: float
+    """Model FLOPs utilisation: part of the device's rate of matrix products; nan where that is not known."""
+    seconds: float
+    """Time spent in training steps so far."""
+
+
+TRAIN_STEP = tuple(field.name for field in fields(TrainStep))
 
 
 @dataclass(frozen=True)
@@ -72,9 +83,9 @@ class RunRecord:
         return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[TrainStep, ...]:
         """Training steps, in order."""
-        return tuple(Step(r["tokens"], r["loss"], r["grad_norm"]) for r in self._records("train"))
+        return tuple(TrainStep(**{name: r[name] for name in TRAIN_STEP}) for r in self._records("train"))
 
     @cached_property
     def layers(self) -> tuple[dict[str, Any], ...]:
@@ -140,9 +151,12 @@ def _record(line: bytes, kind: str) -> dict[str, Any]:
         typed(float, record.get("seconds"), "seconds", finite=True)
         typed(float | None, record.get("val_loss"), "val_loss", finite=True)
         return record
-    if kind == "train":  # others of its values may be null
-        values = {name: typed(float | None, record.get(name), name, finite=True) for name in ("loss", "grad_norm")}
-        return {"step": record["step"], "tokens": record["tokens"], **values}
+    if kind == "train":
+        if missing := [name for name in TRAIN_STEP if name not in record]:
+            raise UserError(f"the key {missing[0]!r} is missing")
+        values = {name: typed(float | None, record[name], name, finite=True) for name in TRAIN_STEP}
+        unknown = {name: math.nan for name in TRAIN_STEP if name not in ("loss", "grad_norm") and values[name] is None}
+        return values | {"step": record["step"], "tokens": record["tokens"]} | unknown
     for name, value in record.items():
         if name not in ("kind", "step", "tokens"):
             typed(float | None | tuple[float | None, ...], value, name, finite=True)

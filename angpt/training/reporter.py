@@ -1,11 +1,14 @@
 """What a person sees of a running run: a progress bar in a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from angpt.present.words import printable
+from angpt.present.terminal import terminal
+from angpt.present.words import duration, printable
 from angpt.training.plan import Plan
 
 
@@ -27,6 +30,41 @@ class Reporter:
 
 class Quiet(Reporter):
     """Shows nothing."""
+
+
+@dataclass(frozen=True)
+class TrainProgress:
+    """How far a run is."""
+
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the whole run."""
+    loss: float | None = None
+    """Newest training loss."""
+    val_loss: float | None = None
+    """Newest validation loss."""
+    tokens_per_s: float | None = None
+
+
+class Callback(Reporter):
+    """Calls a function with a `TrainProgress` at the start, whenever losses are read and after each evaluation."""
+
+    def __init__(self, function: Callable[[TrainProgress], object]) -> None:
+        self.function = function
+
+    def start(self, plan: Plan, step: int) -> None:
+        self._tell(TrainProgress(step, plan.steps))
+
+    def train(self, step: int, loss: float, tokens_per_s: float) -> None:
+        self._tell(replace(self.newest, step=step, loss=loss, tokens_per_s=tokens_per_s))
+
+    def validation(self, step: int, loss: float) -> None:
+        self._tell(replace(self.newest, step=step, val_loss=loss))
+
+    def _tell(self, newest: TrainProgress) -> None:
+        self.newest = newest
+        self.function(newest)
 
 
 class TerminalReporter(Reporter):
@@ -66,7 +104,7 @@ class PlainReporter(Reporter):
         self.console, self.last = console, 0.0
 
     def start(self, plan: Plan, step: int) -> None:
-        self.steps = plan.steps
+        self.steps, self.batch_tokens = plan.steps, plan.batch_tokens
         c = plan.config
         self._print(
             f"{c.recipe}: {plan.parameters / 1e6:.2f}M parameters, steps {step:,} to {plan.steps:,} of "
@@ -77,7 +115,9 @@ class PlainReporter(Reporter):
         now = time.monotonic()
         if now - self.last >= self.SECONDS or step == self.steps:
             self.last = now
-            self._print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s")
+            left = duration((self.steps - step) * self.batch_tokens / tokens_per_s)
+            speed = f"{tokens_per_s:,.0f} tokens/s" + (f"  {left} left" if step < self.steps else "")
+            self._print(f"step {step:,}/{self.steps:,}  loss {loss:.4f}  {speed}")
 
     def validation(self, step: int, loss: float) -> None:
         self._print(f"step {step:,}/{self.steps:,}  validation loss {loss:.4f}")
@@ -86,6 +126,11 @@ class PlainReporter(Reporter):
         self.console.print(text)
 
 
-def reporter_for(console: Console) -> Reporter:
-    """A progress bar if the console is a terminal, lines otherwise."""
+def reporter_for(progress: bool | Callable[[TrainProgress], object]) -> Reporter:
+    """True: a progress bar in a terminal, lines elsewhere. False: nothing. A function is called."""
+    if not isinstance(progress, bool):
+        return Callback(progress)
+    if not progress:
+        return Quiet()
+    console = terminal()
     return TerminalReporter(console) if console.is_terminal else PlainReporter(console)

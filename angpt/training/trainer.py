@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -103,13 +103,13 @@ class Trainer:
         state = checkpoint.State(**progress, **self.identity(), config=self.config)
         self.writer.save(self.tensors(), state)
 
-    def train(self) -> Summary:
-        """Train until the end, an interrupt or divergence, and write the summary."""
+    def train(self, signals: bool) -> Summary:
+        """Train until the end or divergence, and write the summary; with `signals`, also until SIGINT or SIGTERM."""
         self.metrics, self.sinks = Sink(), list[Sink]()
         self.writer = checkpoint.Writer(self.strategy, self.run.checkpoints, self.config.keep_checkpoints)
         status: Status = "finished"
         try:
-            with ExitStack() as closing, interrupts() as interrupted, self.writer:
+            with ExitStack() as closing, interrupts() if signals else never() as interrupted, self.writer:
                 if self.strategy.main:
                     self.metrics = MetricsFile(self.run.metrics, self.metrics_bytes)
                     closing.callback(self.metrics.close)
@@ -281,6 +281,11 @@ class Trainer:
             checkpoint=good.name if good else None,
             environment=environment(self.plan.device) | self.strategy.environment() | self.engine.environment(),
         )
+
+
+def never() -> AbstractContextManager[Callable[[], bool]]:
+    """In place of `interrupts`: no handlers, which only the main thread may install."""
+    return nullcontext(lambda: False)
 
 
 @contextmanager

@@ -52,7 +52,8 @@ def test_an_interval_of_a_ratio_covers_the_truth():
 def test_cases():
     assert Case.parse("0.5B:8") == Case("0.5B", 8, 8)
     assert Case.parse("0.5B:128/16") == Case("0.5B", 128, 16)
-    for text in ("0.5B", "0.5B:0", "0.5B:x", "7B:8", "32M:8/3", "32M:8/0", "32M:8/"):
+    assert Case.parse("laptop:8") == Case("laptop", 8, 8)
+    for text in ("0.5B", "0.5B:0", "0.5B:x", "32M:8/3", "32M:8/0", "32M:8/"):
         with pytest.raises(UserError, match="SIZE:SEQUENCES"):
             Case.parse(text)
 
@@ -130,7 +131,7 @@ def test_kernels_are_grouped_by_what_they_are_for():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "9B:1"], "SIZE:SEQUENCES"),
+        (["train", "9B:1"], "unknown size '9B'"),
         (["train", "32M:1", "--rounds", "0"], "--rounds 0"),
         (["train", "32M:1", "--architectures", "gtp+"], "gpt+"),
         (["optimizer", "--size", "33M"], "32M"),

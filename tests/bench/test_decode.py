@@ -93,5 +93,5 @@ def test_mistakes(args: tuple[str, ...], message: str, capsys: pytest.CaptureFix
 
 
 def test_a_model_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match="unknown model size"):
+    with pytest.raises(UserError, match="unknown size"):
         bench_decode("huge", ["angpt"], 1, ["auto"], 4, 4, CPU, torch.float32, 1, False, print)

@@ -4,7 +4,8 @@ import sys
 import pytest
 import tyro
 
-from angpt.cli.data import default_name, info, prepare
+from angpt.cli.data import info, prepare
+from angpt.data.prepare import default_name
 from angpt.data.shards import Index
 from angpt.errors import UserError
 

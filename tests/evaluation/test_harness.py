@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from angpt.data.tokenizers import load_tokenizer
@@ -85,7 +84,7 @@ def theirs(
 
 
 def evaluated(path: Path, benchmarks: Path) -> Results:
-    display = Display(Console(quiet=True))
+    display = Display(progress=False)
     subject = open_subject(path)
     evaluator = Evaluator(subject, Settings.choose("cpu", "fp32", 500, None), display)
     evaluate_tasks(evaluator, choose(PAPER), Harness(benchmarks, None, display), subject.tokenizer(None))

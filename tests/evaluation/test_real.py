@@ -7,7 +7,6 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-from rich.console import Console
 
 from angpt.config import ModelConfig
 from angpt.data.tokenizers import load_tokenizer
@@ -54,7 +53,7 @@ def test_a_random_model_is_at_the_level_of_chance_on_every_sample(prepared: Path
     """
     config = ModelConfig(architecture="angpt", d_model=32, n_layers=1, n_heads=2, vocab_size=257, context=512)
     subject = open_subject(small_run(tmp_path / "random", prepared, config=config))
-    display = Display(Console(quiet=True))
+    display = Display(progress=False)
     evaluator = Evaluator(subject, Settings.choose("cpu", "fp32", None, None), display)
     evaluate_tasks(evaluator, choose(PAPER), Harness(BENCHMARKS, None, display), load_tokenizer(prepared))
     found = {result.origin.task: result for result in evaluator.results.tasks}

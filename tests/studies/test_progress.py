@@ -15,6 +15,9 @@ def test_the_plan_counts_flops(make, capsys):
     flops = sum(job.plan.flops_per_token * 2048 for job in study.jobs())
     assert code == 0
     assert f"24 of 24 runs to do: {flops:.3g} FLOPs, {flops / 2000 / 3600:,.0f} GPU hours at 2e-09 TFLOP/s" in said
+    said = angpt(capsys, "study", "plan", study.folder.with_suffix(".toml"), "--out", study.folder)[1]
+    assert f"24 of 24 runs to do: {flops:.3g} FLOPs (evaluation and compiling not counted)" in said
+    assert "GPU" not in said  # its file says device = "cpu"
     assert not study.folder.exists()
     assert gpu_hours(3.6e15 * 125, 125) == 1
 

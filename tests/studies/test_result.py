@@ -8,9 +8,8 @@ import shutil
 from collections import Counter
 
 import pytest
-from rich.console import Console
 
-from angpt.cli.analysis import expand
+from angpt.api import run_folders
 from angpt.results import Result
 from angpt.studies.executor import InProcess
 from angpt.studies.jobs import ended, note_failure
@@ -60,7 +59,7 @@ def test_every_command_reads_the_file(whole, tmp_path, capsys):
 
 def test_the_runs_of_a_fit_are_those_of_the_study(begun):
     shutil.copytree(begun.jobs()[0].folder, begun.folder / "runs" / "left-over")
-    assert expand([begun.folder], lambda result: result.runs) == [job.folder for job in begun.jobs()[:2]]
+    assert run_folders([begun.folder], lambda result: result.runs) == [job.folder for job in begun.jobs()[:2]]
 
 
 def test_it_is_written_whenever_a_run_ends(make):
@@ -73,7 +72,7 @@ def test_it_is_written_whenever_a_run_ends(make):
         assert counts["finished"] == sum(ended(job.folder) is not None for job in jobs) - len(pool.over)
         seen.append(counts["finished"])
 
-    pool = InProcess(Console(quiet=True), threads=1)
+    pool = InProcess(threads=1)
     study.execute(pool, tick)
     assert {0, 1, 2, 3} == set(seen)
 
@@ -150,7 +149,7 @@ def test_an_edited_file_is_noticed(begun, capsys):
 
 
 def test_an_edited_source_of_the_file_is_noticed(begun, capsys, monkeypatch):
-    monkeypatch.setattr("angpt.cli.studies.STUDIES", begun.folder.parent)
+    monkeypatch.setattr("angpt.studies.study.STUDIES", begun.folder.parent)
     source = begun.folder.with_suffix(".toml")
     assert "note:" not in angpt(capsys, "study", "status", source)[1]
     source.write_text(source.read_text() + "# a comment\n")

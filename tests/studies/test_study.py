@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from angpt.errors import UserError
 from angpt.serialization import read_toml
@@ -68,7 +67,7 @@ def test_killed_and_called_again_it_gives_the_same(whole, data, tmp_path):
 def test_in_this_process_it_gives_the_same(whole, make):
     study = make()
     study.begin(study.folder.with_suffix(".toml"), "angpt study run", on_this_machine=True)
-    study.execute(InProcess(Console(quiet=True), threads=1), ignore)
+    study.execute(InProcess(threads=1), ignore)
     assert study_result(study.folder) == study_result(whole[0])
 
 

@@ -46,7 +46,7 @@ PRELOADED = (
     "angpt.fits.rules",
     "angpt.fits.scaling_figures",
     "angpt.inference.hf",
-    "angpt.report.page",
+    "angpt.reports.page",
     "angpt.studies.study",
     "angpt.training.launch",
     "tests.torture.harness",

@@ -96,7 +96,7 @@ def mistakes(data, tmp_path):
         "are not a sequence of uint16 tokens": ("--config", broken, "--out", new),
         "no run folder": ("--resume", tmp_path / "nothing"),
         "nothing.toml: does not exist": ("--config", tmp_path / "nothing.toml"),
-        "unknown preset 'lapotp': did you mean laptop": ("--preset", "lapotp"),
+        "unknown size 'lapotp': did you mean laptop": ("--preset", "lapotp"),
         "give one of them": ("--preset", "laptop", "--config", fine),
     }
 

@@ -1,12 +1,14 @@
+import dataclasses
 import math
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from angpt.config import TrainConfig, parse_budget, preset
+from angpt.config import TrainConfig, differences, parse_budget, preset
 from angpt.errors import UserError
-from angpt.models.variants import ARCHITECTURES
+from angpt.models.variants import ARCHITECTURES, build
 from angpt.serialization import read_toml, to_toml
 from angpt.training.plan import Rule, make_plan, read_rules, rule_for
 from tests.training.conftest import small
@@ -138,3 +140,28 @@ def test_toml_that_cannot_be_read(tmp_path):
     path.write_text("[modle]\n")
     with pytest.raises(UserError, match=re.escape(f"{path}: unknown key 'modle': did you mean model")):
         read_toml(TrainConfig, path)
+
+
+@pytest.mark.parametrize("recipe", ["gpt+", "ngpt", "angpt", "angpt/no-lerp:muon"])
+def test_the_configuration_of_a_run_leaves_nothing_open(recipe):
+    """Except what has no meaning for it: Adam's rate beside Muon, and the ranks of a shard."""
+    given = preset("laptop").with_recipe(recipe)
+    config = make_plan(given).config
+    values = dataclasses.asdict(config)
+    tables = [values, values["model"], values["data"], values["optimizer"]]
+    left = {name for table in tables for name, value in table.items() if value in (None, "auto")}
+    assert left == {"shard_ranks", "parallel", "kernels"} | (set() if "muon" in recipe else {"adam_lr"})
+    m = config.model
+    assert (m.d_ff, m.g_init, m.nu_p) == (4 * 96, math.sqrt(32), math.sqrt(32 / 96))
+    assert m.stored_scale == (1 / math.sqrt(96) if recipe == "ngpt" else 0.01)
+    ours, theirs = (build(model, seed=0).state_dict() for model in (given.model, m))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert differences(config, dataclasses.replace(config, model=given.model)) == {}  # runs of earlier versions
+
+
+def test_another_model_from_the_configuration_of_a_run_has_its_own_derived_settings():
+    config = make_plan(preset("laptop")).config
+    other = config.with_settings({"model.d_model": 48, "model.architecture": "ngpt"})
+    assert (other.model.d_ff, other.model.g_init, other.model.stored_scale, other.model.nu_p) == (None,) * 4
+    given = config.with_settings({"model.g_init": 2.0})
+    assert given.with_settings({"model.d_model": 48}).model.g_init == 2.0

@@ -3,13 +3,33 @@ import json
 import pytest
 
 from angpt.errors import UserError
-from angpt.training.record import Evaluation, RunRecord, Step, newest_values
+from angpt.training.record import Evaluation, RunRecord, TrainStep, newest_values
 from angpt.training.run import Run
 from tests.training.conftest import small
 
 LINES = [
-    {"kind": "train", "step": 1, "tokens": 256, "loss": 3.0, "grad_norm": 0.5, "mfu": None},
-    {"kind": "train", "step": 2, "tokens": 512, "loss": 3.0, "grad_norm": None, "mfu": 0.4},
+    {
+        "kind": "train",
+        "step": 1,
+        "tokens": 256,
+        "loss": 3.0,
+        "lr": 0.1,
+        "grad_norm": 0.5,
+        "tokens_per_s": 9.0,
+        "mfu": 0.4,
+        "seconds": 1.0,
+    },
+    {
+        "kind": "train",
+        "step": 2,
+        "tokens": 512,
+        "loss": 3.0,
+        "lr": 0.1,
+        "grad_norm": None,
+        "tokens_per_s": 9.0,
+        "mfu": 0.4,
+        "seconds": 2.0,
+    },
     {"kind": "layers", "step": 1, "tokens": 256, "input_norm": [1.0, 2.0]},
     {"kind": "layers", "step": 2, "tokens": 512, "input_norm": [1.0, None]},
     {"kind": "moments", "step": 2, "tokens": 512, "W_p": [0.5]},
@@ -29,7 +49,7 @@ def test_a_record_has_what_the_run_wrote_but_for_values_that_were_not_finite(run
     assert record.evaluations == (Evaluation(512, 1.5, 2.5),)
     assert record.layers == (LINES[2],)
     assert record.moments == (LINES[4],)
-    assert record.steps == (Step(256, 3.0, 0.5),)
+    assert record.steps == (TrainStep(1, 256, 3.0, 0.1, 0.5, 9.0, 0.4, 1.0),)
     assert (record.name, record.config, record.summary) == ("run", run.config(), None)
 
 

@@ -3,8 +3,8 @@ from pathlib import Path
 
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.results import Evaluated, LossResult, Results, TaskResult, write_results
-from angpt.report import write_report
-from tests.report.synthetic import make_data, make_result, make_study, run_results
+from angpt.reports import write_report
+from tests.reports.synthetic import make_data, make_result, make_study, run_results
 
 
 def evaluate(run: Path, number: int) -> None:

@@ -24,7 +24,7 @@ from angpt.present.style import (
     unlisted,
 )
 from angpt.present.words import interval, label, listed, overhead, quantity, speedup
-from angpt.report.records import Material, ReportedRun
+from angpt.reports.records import Material, ReportedRun
 from angpt.results import Cost, SpeedUp
 from angpt.results import Row as ResultRow
 from angpt.stats import Interval

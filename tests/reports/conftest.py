@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from angpt.report import write_report
+from angpt.reports import write_report
 from angpt.results import Result
-from tests.report.synthetic import make_data, make_result, make_study, run_results
+from tests.reports.synthetic import make_data, make_result, make_study, run_results
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")

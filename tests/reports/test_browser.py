@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.report.browser import Browser, chromium, find_chromium
-from tests.report.conftest import Written
-from tests.report.test_page import CHARTS, INSIDE, assert_table_is_result, data_of
+from tests.reports.browser import Browser, chromium, find_chromium
+from tests.reports.conftest import Written
+from tests.reports.test_page import CHARTS, INSIDE, assert_table_is_result, data_of
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed here")

@@ -15,7 +15,7 @@ from angpt.inference.source import Source
 from angpt.present.charts import Absent, Chart, Drawn, write_chart
 from angpt.present.tables import Table
 from angpt.present.words import quantity
-from angpt.report.records import Material, ReportedRun
+from angpt.reports.records import Material, ReportedRun
 from angpt.training.checkpoint import State
 from angpt.training.hardware import choose_device
 

@@ -19,12 +19,12 @@ from angpt.present import words as text
 from angpt.present.charts import Absent, Chart, Drawn, address, write_chart
 from angpt.present.layers import LayerHistory, alphas, input_norms, row_norms
 from angpt.present.style import looks
-from angpt.report.evaluations import cell, read_evaluations
-from angpt.report.figures import budgets, costs, loss_curves
-from angpt.report.inside import look_inside
-from angpt.report.records import Material, read_material
-from angpt.report.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, make_samples
-from angpt.report.training import recipes, training_curves
+from angpt.reports.evaluations import cell, read_evaluations
+from angpt.reports.figures import budgets, costs, loss_curves
+from angpt.reports.inside import look_inside
+from angpt.reports.records import Material, read_material
+from angpt.reports.samples import NEW_TOKENS, PROMPT_TOKENS, SEED, make_samples
+from angpt.reports.training import recipes, training_curves
 from angpt.results import RESULT, Result, Row, State
 from angpt.system import write_atomically
 

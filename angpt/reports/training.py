@@ -1,14 +1,15 @@
 """How the runs were trained: the loss and the gradient norm of their steps, and the settings of each architecture."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from matplotlib.figure import Figure
 
 from angpt.present.charts import Absent, Chart
 from angpt.present.style import fold_legend, looks, panels, plain_log_axis, token_axis
 from angpt.present.words import label, listed, number, percent
-from angpt.report.records import Material, ReportedRun
-from angpt.training.record import Step
+from angpt.reports.records import Material, ReportedRun
+from angpt.training.record import TrainStep
 
 BINS = 150
 """Points of a curve; more steps are drawn in groups of equal size."""
@@ -55,12 +56,12 @@ def training_curves(study: Material) -> Chart | Absent:
     )
 
 
-def grouped(steps: Sequence[Step]) -> list[Step]:
+def grouped(steps: Sequence[TrainStep]) -> list[TrainStep]:
     """At most BINS groups of consecutive steps, with their last tokens, mean loss and largest gradient norm."""
     size = -(-len(steps) // BINS)
     groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     return [
-        Step(group[-1].tokens, sum(s.loss for s in group) / len(group), max(s.grad_norm for s in group))
+        replace(group[-1], loss=sum(s.loss for s in group) / len(group), grad_norm=max(s.grad_norm for s in group))
         for group in groups
     ]
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from angpt.analysis.analyse import Analysis
-from angpt.report import inside
-from angpt.report.page import open_sources
-from angpt.report.records import read_material
-from tests.report.conftest import Written
-from tests.report.synthetic import make_data, make_result, make_study, run_results
+from angpt.reports import inside
+from angpt.reports.page import open_sources
+from angpt.reports.records import read_material
+from tests.reports.conftest import Written
+from tests.reports.synthetic import make_data, make_result, make_study, run_results
 
 
 def refuse(*args: object, **options: object) -> Analysis:

@@ -15,15 +15,15 @@ import pytest
 from angpt.errors import UserError
 from angpt.present import words as text
 from angpt.present.charts import Chart, write_chart
-from angpt.report import inside, write_report
-from angpt.report.figures import loss_curves
-from angpt.report.records import Material, ReportedRun
+from angpt.reports import inside, write_report
+from angpt.reports.figures import loss_curves
+from angpt.reports.records import Material, ReportedRun
 from angpt.results import Result
 from angpt.stats import Interval
 from angpt.training import checkpoint
 from angpt.training.record import Evaluation
-from tests.report.conftest import COMMANDS, Written
-from tests.report.synthetic import make_data, make_result, make_run, make_study, run_results
+from tests.reports.conftest import COMMANDS, Written
+from tests.reports.synthetic import make_data, make_result, make_run, make_study, run_results
 
 CHARTS = ("loss", "budgets", "costs", "training", "input-norms", "alphas", "row-norms")
 DRAWINGS = 3

@@ -21,7 +21,7 @@ def write_report(
     with the name of each stage, which may take a minute in all.
     """
     try:
-        from angpt.report.page import write_page
+        from angpt.reports.page import write_page
 
         return write_page(study, runs, result, out, commands, tell)
     except ModuleNotFoundError as error:

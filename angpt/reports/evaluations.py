@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from angpt.evaluation.results import Line, lines, read_results, with_error
 from angpt.present import words as text
-from angpt.report.records import Material
+from angpt.reports.records import Material
 
 
 @dataclass(frozen=True)

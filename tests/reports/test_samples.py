@@ -12,13 +12,13 @@ from rich.console import Console
 from angpt.config import DataConfig, ModelConfig, TrainConfig
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
-from angpt.report import samples, write_report
-from angpt.report.records import Material, ReportedRun
+from angpt.reports import samples, write_report
+from angpt.reports.records import Material, ReportedRun
 from angpt.training.launch import start
 from angpt.training.record import RunRecord
 from angpt.training.reporter import PlainReporter
 from tests.data.corpora import prepare
-from tests.report.synthetic import make_result, run_result
+from tests.reports.synthetic import make_result, run_result
 
 SILENT = Console(quiet=True)
 

@@ -17,8 +17,8 @@ from angpt.inference.sampling import Sampling
 from angpt.inference.source import Source
 from angpt.models.folded import Folded
 from angpt.present.words import label
-from angpt.report.inside import LARGEST
-from angpt.report.records import Material
+from angpt.reports.inside import LARGEST
+from angpt.reports.records import Material
 from angpt.training.hardware import choose_device
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 3, 8, 60
