@@ -369,15 +369,16 @@ loss is a mean, and `record_moments`, whose records are summed over a whole run.
 def differences(
     one: TrainConfig, two: TrainConfig, ignored: Sequence[str] = MACHINE_SETTINGS
 ) -> dict[str, tuple[Any, Any]]:
-    """Both values of each setting that differs, by dotted name, without those in `ignored`."""
-    first, second = settings_of(one), settings_of(two)
+    """Both values of each setting that differs, by dotted name, without those in `ignored`. What the model leaves open
+    has the value that it implies."""
+    first, second = (settings_of(dataclasses.replace(config, model=config.model.resolved())) for config in (one, two))
     pairs = {name: (value, second[name]) for name, value in first.items() if name not in ignored}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """The values of all settings by their dotted names; those of the model that are None are resolved."""
-    return _flat(dataclasses.asdict(dataclasses.replace(config, model=config.model.resolved())))
+    """The values of all settings by their dotted names."""
+    return _flat(dataclasses.asdict(config))
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

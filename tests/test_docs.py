@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, and the notebook in it runs."""
+"""The documentation site: it builds without a warning, and the notebooks in it run."""
 
 import json
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 
 
 def test_the_navigation_has_every_page():
@@ -21,16 +20,32 @@ def test_the_navigation_has_every_page():
     assert sorted(listed) == sorted(page.relative_to(docs).as_posix() for page in pages)
 
 
-@pytest.mark.slow
-def test_the_notebook_runs(capsys):
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+def run_notebook(name):
+    """Run the code of a notebook; its names at the end."""
     names = {"__name__": "notebook"}
-    for cell in cells:
+    for cell in json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == [], "clear the outputs before you commit"
-            exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
+            exec(compile("".join(cell["source"]), name, "exec"), names)
+    return names
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs(capsys):
+    run_notebook("quickstart.ipynb")
     ours, theirs, none = map(float, re.findall(r"(?:anGPT|GPT\+|model) (\d\.\d+)", capsys.readouterr().out))
     assert ours < theirs < none == pytest.approx(5.545)
+
+
+@pytest.mark.slow
+def test_the_notebook_that_converts_a_llama_runs(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    monkeypatch.chdir(tmp_path)
+    names = run_notebook("convert-llama.ipynb")
+    assert names["losses"][-1] < 0.75 * names["losses"][0]
+    assert names["angpt"].largest_violation(names["model"]) < 1e-6
+    windows = names["windows"][:2]
+    assert names["again"](windows).logits.equal(names["model"](windows).logits)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The result of any run folders: runs that differ in the seed alone share a row, all others have rows of their own."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ def summarise_runs(folders: Sequence[Path], baseline: str) -> Result:
 
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings by their dotted names, with the dimensions of the model as one."""
+    """The settings by their dotted names, with the dimensions of the model as one, and without what they imply."""
+    config = dataclasses.replace(config, model=config.model.without_derived_of(config.model))
     found = {name: value for name, value in settings_of(config).items() if name not in IGNORED}
     dimensions = tuple(found.pop(f"model.{name}") for name in DIMENSIONS)
     named = (name for name, known in SIZES.items() if known == dimensions)

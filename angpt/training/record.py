@@ -152,9 +152,7 @@ def _record(line: bytes, kind: str) -> dict[str, Any]:
         typed(float | None, record.get("val_loss"), "val_loss", finite=True)
         return record
     if kind == "train":
-        if missing := [name for name in TRAIN_STEP if name not in record]:
-            raise UserError(f"the key {missing[0]!r} is missing")
-        values = {name: typed(float | None, record[name], name, finite=True) for name in TRAIN_STEP}
+        values = {name: typed(float | None, record.get(name), name, finite=True) for name in TRAIN_STEP}
         unknown = {name: math.nan for name in TRAIN_STEP if name not in ("loss", "grad_norm") and values[name] is None}
         return values | {"step": record["step"], "tokens": record["tokens"]} | unknown
     for name, value in record.items():

@@ -11,7 +11,7 @@ from angpt.bench import optimizer
 from angpt.bench.measure import in_turns, median, orders, ratio
 from angpt.bench.train import PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
-from angpt.config import SIZES, ModelConfig, OptimizerConfig, TrainConfig
+from angpt.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig
 from angpt.constraints import largest_violation
 from angpt.errors import UserError
 from angpt.models.variants import build
@@ -76,7 +76,7 @@ def test_bytes_of_an_optimizer_step():
 
 def test_optimizer_steps_on_the_cpu(tmp_path, capsys, monkeypatch, recwarn):
     """The tables have the parts of the floor; PyTorch's optimizers apply every constraint of the model."""
-    monkeypatch.setitem(SIZES, "tiny", (32, 1, 2))
+    monkeypatch.setitem(PRESETS, "tiny", {"model": {"d_model": 32, "n_layers": 1, "n_heads": 2}})
     out, names = tmp_path / "bench.json", ["angpt", "angpt:muon"]
     main(["bench", "optimizer", "--size", "tiny", "--architectures", *names, "--rounds", "1", "--out", str(out),
           "--device", "cpu"])  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from angpt.bench.decode import DecodingModel, bench_decode, floor_bytes, tables
 from angpt.cli.main import main
-from angpt.config import SIZES, ModelConfig
+from angpt.config import PRESETS, ModelConfig
 from angpt.errors import UserError
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIZES, "tiny", (32, 2, 2))
+    monkeypatch.setitem(PRESETS, "tiny", {"model": {"d_model": 32, "n_layers": 2, "n_heads": 2}})
 
 
 def test_the_floor_is_what_a_step_reads() -> None:

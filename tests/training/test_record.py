@@ -109,4 +109,4 @@ def test_newest_values_are_numbers(run):
     assert newest_values(run.path) == {}
     damaged = ["[]", "half", '{"kind": "train", "step": "x", "loss": ' + "9" * 400 + ', "val_loss": [1]}']
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in LINES) + "\n".join(damaged) + "\n")
-    assert newest_values(run.path) == {"step": 4.0, "loss": 3.0, "val_loss": 2.5}
+    assert newest_values(run.path) == {"step": 4.0, "loss": 3.0, "val_loss": 2.5, "tokens_per_s": 9.0}
