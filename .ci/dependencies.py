@@ -28,7 +28,7 @@ TAIL = """
 | [uPlot](https://github.com/leeoniya/uPlot) | {uplot} | MIT | `angpt/reports/assets/uplot/`, unchanged from the npm \
 package; draws the charts of the report, which contains it with its licence |
 """
-UPLOT = ROOT / "angpt" / "report" / "assets" / "uplot" / "uPlot.iife.min.js"
+UPLOT = ROOT / "angpt" / "reports" / "assets" / "uplot" / "uPlot.iife.min.js"
 
 LINES = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 PINNED = {canonicalize_name(line.split("==")[0]): line.split("==") for line in LINES if "==" in line}

@@ -87,7 +87,7 @@ def test_a_study_has_a_report_for_each_size(whole, tmp_path, capsys):
     for size in "ab":
         page = (tmp_path / "page" / size / "report.html").read_text()
         assert "angpt study run" in page
-    assert said.count("report:") == 2
+    assert said.count("report.html") == 2
 
 
 def test_a_grid_grows_by_what_comes_out(make):
