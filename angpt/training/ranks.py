@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from angpt.errors import UserError
@@ -55,8 +56,11 @@ def restarted() -> bool:
     return any(count not in ("", "0") for count in counts)
 
 
-def join(device: torch.device, timeout: float) -> Any:
-    """Connect this process with the others of the launch; return a store that only this attempt uses."""
+def join(device: torch.device, timeout: float) -> tuple[Any, Any]:
+    """Connect this process with the others of the launch; an error if another one lets it wait for `timeout` seconds.
+
+    Returns a store that only this attempt uses, and a group of all ranks besides the default one.
+    """
     options: dict[str, Any] = {"backend": "gloo"}
     rank, size = launched_rank(), launched_ranks()
     if device.type == "cuda":
@@ -68,20 +72,23 @@ def join(device: torch.device, timeout: float) -> Any:
             )
         torch.cuda.set_device(here)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", here)}
-    wait = timedelta(seconds=timeout + MARGIN_SECONDS)
+    wait = timedelta(seconds=timeout)
     try:
         if rank > 0:
             wait_for_port(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store, _, _ = next(rendezvous("env://", timeout=wait))
         store = PrefixStore(name_attempt(store, rank, size, timeout), store)
         options |= {"store": PrefixStore("ranks", store), "rank": rank, "world_size": size, "timeout": wait}
         dist.init_process_group(**options)
+        second = dist.new_group(backend="gloo", timeout=wait)
     except (RuntimeError, OSError, KeyError, ValueError) as error:  # KeyError: an environment variable is missing
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise UserError(
             f"rank {rank}: the other ranks were not found at {where} ({error}); start them with torchrun"
         ) from error
-    return store
+    for group in (None, second):
+        _set_pg_timeout(wait + timedelta(seconds=MARGIN_SECONDS), group)
+    return store, second
 
 
 def wait_for_port(host: str, port: int, timeout: float) -> None:
@@ -126,7 +133,9 @@ def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
 def lost_rank(error: BaseException | None) -> str | None:
     """The message of a network error without its position in the source; None for other errors."""
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket", "TCPStore")
-    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in words):
+    if not isinstance(error, RuntimeError):
+        return None
+    if not isinstance(error, dist.DistError) and not any(word in str(error) for word in words):
         return None
     return re.sub(r"^\[[^\]]*\] *", "", str(error).splitlines()[0]).partition(". This is typically")[0]
 

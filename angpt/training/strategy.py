@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from angpt.errors import UserError
 from angpt.fast.precision import low_precision
 from angpt.models.decoder import Decoder
 from angpt.optim.states import Shards
-from angpt.training.ranks import MARGIN_SECONDS, join, launched_rank, launched_ranks, lost_rank
+from angpt.training.ranks import join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
 from angpt.training.watchdog import Watchdog
 
@@ -137,9 +136,8 @@ class Distributed(Strategy):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device, self.rank, self.size = device, launched_rank(), launched_ranks()
-        store = join(device, timeout)
+        store, self.files = join(device, timeout)
         try:
-            self.files = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout + MARGIN_SECONDS))
             self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
         except RuntimeError as error:
             raise self._lost(error) or error from error
