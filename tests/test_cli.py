@@ -1,6 +1,7 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,25 @@ def test_the_reader_of_the_output_may_go():
     process.stdout.close()
     assert (process.wait(), process.stderr.read()) == (1, "")
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("models --list-variants >&-", 0),
+        ("models --list-variants <&- >&- 2>&-", 0),
+        ("data info nowhere 2>&-", 2),
+        ("data info nowhere 2>/dev/full", 2),
+        ("data info nowhere 2> >(exec true)", 2),
+        ("--version >/dev/full 2>/dev/null", 2),
+        ("--version > >(exec true)", 1),
+    ],
+)
+def test_streams_that_are_closed_full_or_gone(command, code):
+    """Neither a traceback nor another exit code, also where nobody can read the error."""
+    line = f"{shlex.quote(sys.executable)} -m angpt {command}"
+    process = subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
 
 
 def test_a_pipe_to_another_process_that_breaks_is_one_line(capfd, monkeypatch):

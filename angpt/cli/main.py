@@ -53,15 +53,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line. A mistake of the user, a full disk or too little memory is one line on stderr and exit
     code 2; ANGPT_DEBUG=1 in the environment shows the traceback instead."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal cannot show
-    if args == ["--version"]:
-        print(f"angpt {__version__}")
-        return
     try:
-        parse(args)()
+        if args == ["--version"]:
+            print(f"angpt {__version__}")
+        else:
+            parse(args)()
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
@@ -118,8 +119,21 @@ def _exit(message: str) -> NoReturn:
         sys.stdout.flush()
     except OSError:  # the disk that the output goes to is full
         _discard_output()
-    terminal(stderr=True).print(Text.assemble(("error:", "bold red"), " ", message))
+    with contextlib.suppress(OSError, SystemExit):  # nobody reads it; Rich would exit with another code
+        terminal(stderr=True).print(Text.assemble(("error:", "bold red"), " ", message))
+        sys.stderr.flush()
     sys.exit(2)
+
+
+def _open_streams() -> None:
+    """Open standard streams that are closed (`angpt … >&-`): the next file would get their number, and their text."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout, sys.stderr = (
+        os.fdopen(place, "w", closefd=False) if stream is None else stream
+        for place, stream in enumerate((sys.stdout, sys.stderr), start=1)
+    )
 
 
 def _nobody_reads() -> bool:
