@@ -13,8 +13,16 @@ class UserError(Exception):
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a disk, a quota or a file size limit that is reached."""
-NO_MEMORY = ("DefaultCPUAllocator", "CUDA out of memory", "can't start new thread", "Cannot allocate memory")
-"""What PyTorch and Python say in a RuntimeError when memory is short."""
+NO_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA out of memory",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "Storage size calculation overflowed",
+    "array is too big",
+    "Maximum allowed",
+)
+"""What PyTorch, NumPy and Python say in a RuntimeError or ValueError when memory is short."""
 
 
 def explain(error: BaseException) -> str | None:
@@ -24,7 +32,9 @@ def explain(error: BaseException) -> str | None:
         return one_line(text)
     if isinstance(error, OSError):
         return one_line(_explain_os_error(error))
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in NO_MEMORY)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ValueError) and any(words in text for words in NO_MEMORY)
+    ):
         detail = f" ({text})" if text else ""
         return one_line(f"not enough memory{detail}; lower the sizes, or use a machine with more")
     if isinstance(error, RecursionError):

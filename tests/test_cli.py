@@ -101,6 +101,9 @@ def test_factors(capsys):
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
             "not enough memory (DefaultCPUAllocator",
         ),
+        (RuntimeError("Storage size calculation overflowed with sizes=[4]"), "not enough memory (Storage size"),
+        (ValueError("array is too big; `arr.size"), "not enough memory (array is too big"),
+        (ValueError("Maximum allowed size exceeded"), "not enough memory (Maximum allowed"),
         (RecursionError("maximum recursion depth exceeded"), "values are nested too deeply"),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "text is not valid Unicode"),
         (OverflowError("int too large to convert to float"), "a number is too large (int too large"),
@@ -163,7 +166,7 @@ def test_the_reader_of_the_output_may_go():
 def test_streams_that_are_closed_full_or_gone(command, code):
     """Neither a traceback nor another exit code, also where nobody can read the error."""
     line = f"{shlex.quote(sys.executable)} -m angpt {command}"
-    process = subprocess.run(["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=ROOT)
     assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
 
 
@@ -193,6 +196,8 @@ def test_text_is_never_markup(capsys, tmp_path):
         (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --model.context?"),
         (("nonsense",), "Unrecognized options: nonsense; Available subcommands: data, train,"),
         (("train", "--seed", "x"), "Error parsing --seed: invalid literal for int() with base 10: 'x'"),
+        (("train", "--seed", "9" * 19), f"Error parsing --seed: '{'9' * 19}' must be a number of at most 18 digits"),
+        (("train", "--seed", "9" * 5000), "Error parsing --seed: Exceeds the limit (4300 digits)"),
         (("train", "--device", "tpu"), "invalid choice 'tpu' for argument '--device'. Expected one of ('auto',"),
         (("data", "info"), "Missing from angpt data info: PATH A prepared folder"),
         (("train", "--seed"), "Missing value for argument '--seed'"),

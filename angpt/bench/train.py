@@ -50,7 +50,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        match = re.fullmatch(r"([^:]+):([0-9]+)(?:/([0-9]+))?", text)
+        match = re.fullmatch(r"([^:]+):([0-9]{1,9})(?:/([0-9]{1,9}))?", text)
         size, rows, pass_rows = (match[1], int(match[2]), int(match[3] or match[2])) if match else (text, 0, 1)
         if match is None or not pass_rows or not rows or rows % pass_rows:
             raise UserError(

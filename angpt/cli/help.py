@@ -1,4 +1,4 @@
-"""Help texts for the parser: paragraphs without the line breaks of the source, and no default that the text states."""
+"""Rules for the parser: help texts in paragraphs, without defaults that the text states; whole numbers below 2⁶³."""
 
 import ast
 import dataclasses
@@ -11,7 +11,16 @@ from itertools import pairwise
 from typing import Annotated, Any, cast, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from angpt.serialization import INTEGERS, shown
 
 REGISTRY = ConstructorRegistry()
 
@@ -40,6 +49,27 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         annotation: Any = Annotated[types[field.name], HINT]
         fields.append(StructFieldSpec(field.name, annotation, default, partial(field_help, info.type, field.name)))
     return StructConstructorSpec(info.type, tuple(fields))
+
+
+@REGISTRY.primitive_rule
+def int_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    """Whole numbers that fit NumPy and PyTorch, as in files."""
+    if info.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def whole_number(text: str) -> int:
+    value = int(text)
+    if not -INTEGERS < value < INTEGERS:
+        raise ValueError(f"{shown(text)} must be a number of at most 18 digits")
+    return value
 
 
 def field_help(cls: type, name: str) -> str | None:

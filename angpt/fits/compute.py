@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from angpt.errors import UserError
 from angpt.fits.powerlaw import Floats
 from angpt.fits.records import COLUMNS, Cell, Count
+from angpt.serialization import check_settings
 
 MERGE = 0.02
 """Budgets of one model size that differ by at most this fraction are equal when choices are compared: runs with
@@ -29,6 +30,8 @@ class Counting:
     attention: bool = False
 
     def __post_init__(self) -> None:
+        known = ("given", *COUNTED)
+        check_settings(self, f"one of {', '.join(known)}", lambda count: count in known, "count")
         if self.count == "given" and self.attention:
             raise UserError("--count given takes the FLOPs of the records; leave out --attention")
 

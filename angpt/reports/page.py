@@ -65,9 +65,7 @@ def write_page(
     tell("reading runs")
     material = read_material(runs, result)
     sources = open_sources(material)
-    figures = out / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    layers = _histories(material)
+    evaluations, layers = read_evaluations(material), _histories(material)
     charts = {
         "story": [loss_curves(material)],
         "speed": [budgets(material), costs(material)],
@@ -75,6 +73,8 @@ def write_page(
         "layers": [input_norms(layers), alphas(layers), row_norms(layers)],
     }
     tell("drawing figures")
+    figures = out / "figures"
+    figures.mkdir(parents=True, exist_ok=True)  # after everything has been read
     drawn: dict[str, list[Drawn | Absent]] = {
         part: [write_chart(c, figures) if isinstance(c, Chart) else c for c in mine] for part, mine in charts.items()
     }
@@ -109,7 +109,7 @@ def write_page(
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         colors={a: look.color for a, look in looks(result.architectures).items()},
         figures=drawn,
-        evaluations=read_evaluations(material),
+        evaluations=evaluations,
         inside=inside,
         samples=samples,
         sampling=f"{NEW_TOKENS} tokens after the first {PROMPT_TOKENS} of a validation document, at temperature "

@@ -25,6 +25,9 @@ from pathlib import Path
 LONG = os.environ.get("ANGPT_TORTURE") == "long"
 SECONDS = 240.0
 """A command that takes longer hangs; the machine may be busy."""
+BRIEF_SECONDS = 5.0
+"""After this time `run_briefly` interrupts a command, which has accepted its input."""
+BRIEF_MEMORY = 4 << 30
 GOOD = (0, 3, 4)
 """Exit codes of a run that finished, was interrupted and saved, or diverged."""
 PIPE_BYTES = 1 << 20
@@ -47,6 +50,7 @@ PRELOADED = (
     "angpt.fits.scaling_figures",
     "angpt.inference.hf",
     "angpt.reports.page",
+    "angpt.serving.server",
     "angpt.studies.study",
     "angpt.training.launch",
     "tests.torture.harness",
@@ -106,6 +110,13 @@ class Command:
         self.process = context.Process(target=_child, args=(folder, [str(a) for a in args], limits, self.pipes))
         self.process.start()
 
+    def begun(self) -> bool:
+        """True if the process has got so far that it is the leader of a group and handles signals, or has ended."""
+        try:
+            return self.process.exitcode is not None or os.getpgid(self.process.pid) == self.process.pid
+        except ProcessLookupError:
+            return True
+
     def kill(self) -> None:
         """Kill −9 the command and the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
@@ -146,8 +157,8 @@ def _contents(handle: int, name: str) -> str:
 
 
 def _child(folder: Path, args: list[str], limits: Limits, pipes: list[str]) -> None:
-    os.setsid()  # a process group of its own, which can be killed
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    os.setsid()  # a process group of its own, which can be killed
     for number, name in enumerate([os.devnull, *pipes]):
         os.dup2(os.open(name, os.O_WRONLY if number else os.O_RDONLY), number)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
@@ -190,6 +201,26 @@ def run(folder: Path, *args: object, limits: Limits | None = None, seconds: floa
         command.wait()
         return Outcome(-signal.SIGALRM, "", f"hangs: angpt {' '.join(map(str, args))}\n{stack}")
     return outcome
+
+
+def run_briefly(folder: Path, *args: object) -> Outcome:
+    """How a command ends that is interrupted where it would go on for long, and has little memory and no network."""
+    limits = Limits(memory_bytes=BRIEF_MEMORY, environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
+    command = Command(folder, args, limits)
+    while not command.begun():  # the machine may be busy
+        time.sleep(0.01)
+    outcome = command.wait(BRIEF_SECONDS)
+    if outcome is not None:
+        return outcome
+    for _ in range(2):  # the first lets a run save, the second stops it at once
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(command.process.pid, signal.SIGINT)
+        if (outcome := command.wait(60.0)) is not None:
+            return Outcome(0, "", "") if outcome.code in (0, 3, 130) else outcome
+    stack = command.stack()
+    command.kill()
+    command.wait()
+    return Outcome(-signal.SIGALRM, "", f"hangs, and cannot be interrupted: angpt {' '.join(map(str, args))}\n{stack}")
 
 
 def kill_after(folder: Path, seconds: float, *args: object) -> Outcome | None:

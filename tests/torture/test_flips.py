@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from angpt.training import checkpoint
-from tests.torture.harness import CASES, changes, count, run, snapshot
+from tests.torture.harness import CASES, changes, count, run, run_briefly, snapshot
 from tests.torture.material import PREPARE, TRAIN, copied
 from tests.torture.test_kills import end_of
 
 GENERATE = ("--tokens", "8", "--temperature", "0")
+SERVE = ("--port", "0", "--batch", "2")
 ANALYZE = ("--out", "new", "--tokens", "256")
 READERS = {
     "c.toml": [(*TRAIN, "new")],
@@ -25,11 +25,16 @@ READERS = {
         ("eval", "runs/a"),
         ("export", "hf", "runs/a", "--out", "new"),
         ("generate", "runs/a", "tree", *GENERATE),
+        ("serve", "runs/a", *SERVE),
     ],
     "runs/cut": [("train", "--resume", "runs/cut")],
     "study": [("study", "status", "study"), ("study", "run", "study", "--workers", "0")],
-    "folded": [("generate", "folded", "tree", *GENERATE)],
-    "export": [("generate", "export", "tree", *GENERATE), ("import", "hf", "export", "--out", "new")],
+    "folded": [("generate", "folded", "tree", *GENERATE), ("serve", "folded", *SERVE)],
+    "export": [
+        ("generate", "export", "tree", *GENERATE),
+        ("import", "hf", "export", "--out", "new"),
+        ("serve", "export", *SERVE),
+    ],
 }
 """Commands that read a file or folder."""
 SLOW_READERS = {
@@ -93,7 +98,7 @@ def test_flips(material, expected, seed):
         where = str(file.relative_to(folder))
         before = snapshot(folder)
         CASES["flips"] += 1
-        outcome = run(folder, *command)
+        outcome = (run_briefly if command[0] == "serve" else run)(folder, *command)
         assert outcome.problem is None, f"{where}: angpt {command}: {outcome.problem}"
         if outcome.code == 2:
             allowed = ["new", "study/result", "half/"] if name in ("study", "half") else ["new"]
@@ -104,15 +109,3 @@ def test_flips(material, expected, seed):
             if command[0] == "train":
                 ended = command[-1]
                 assert end_of(folder / ended) == ends[ended], f"{where}: angpt {command}: another end"
-
-
-def test_every_checkpoint_damaged(material):
-    """Not silently begun anew."""
-    with copied(material, "runs/cut", "data") as folder:
-        for path in checkpoint.found(folder / "runs" / "cut" / "checkpoints"):
-            flip(random.Random(0), path / "model.safetensors")
-        before = snapshot(folder)
-        outcome = run(folder, "train", "--resume", "runs/cut")
-        assert outcome.code == 2
-        assert outcome.problem is None
-        assert not changes(before, snapshot(folder))

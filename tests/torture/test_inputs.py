@@ -7,9 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
-import os
 import re
-import signal
 from functools import cache
 
 import pytest
@@ -19,12 +17,9 @@ from hypothesis import strategies as st
 from angpt.cli.main import main
 from angpt.config import PrepareConfig, TrainConfig
 from angpt.studies.config import Grid, Shape, StudyConfig
-from tests.torture.harness import CASES, LONG, Command, Limits, Outcome, changes, snapshot
+from tests.torture.harness import CASES, LONG, changes, run_briefly, snapshot
 from tests.torture.material import CONFIG, STUDY, copied
 
-PATIENCE = 5.0
-"""Seconds after which a command that goes on has accepted its input; it is then interrupted."""
-MEMORY = 4 << 30
 FEW = 12
 """The short form has every twelfth option and key."""
 SMALL = ("--context", "16", "--rounds", "1", "--architectures", "angpt")
@@ -44,6 +39,7 @@ COMMANDS = {
     "analyze": ("runs/a", "--out", "new", "--tokens", "256", "--parts", "norms"),
     "eval": ("runs/a", "--data", "data"),
     "generate": ("runs/a", "tree", "--tokens", "4"),
+    "serve": ("runs/a", "--port", "0"),
     "fold": ("runs/a", "--out", "new"),
     "export hf": ("runs/a", "--out", "new"),
     "import hf": ("export", "--out", "new"),
@@ -140,23 +136,6 @@ def edited(text, key, value):
     return f"{head}{found}{name} = {value}\n{own}{separator}{others}"
 
 
-def outcome_of(folder, args):
-    """How a command ends that is interrupted where it would go on for long."""
-    limits = Limits(memory_bytes=MEMORY, environment={"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})
-    command = Command(folder, args, limits)
-    outcome = command.wait(PATIENCE)
-    if outcome is not None:
-        return outcome
-    for _ in range(2):  # the first lets a run save, the second stops it at once
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(command.process.pid, signal.SIGINT)
-        if (outcome := command.wait(60.0)) is not None:
-            return Outcome(0, "", "") if outcome.code in (0, 3, 130) else outcome
-    command.kill()
-    command.wait()
-    return Outcome(-signal.SIGALRM, "", "hangs, and cannot be interrupted")
-
-
 class Place:
     """A copy of the material, made again when a command has changed it."""
 
@@ -172,7 +151,7 @@ class Place:
     def problem(self, args):
         """What is wrong with how a command ends; nothing may have changed if it refuses its input."""
         CASES["bad inputs"] += 1
-        outcome = outcome_of(self.folder, args)
+        outcome = run_briefly(self.folder, *args)
         changed = changes(self.before, snapshot(self.folder))
         if changed:
             self.renew()
@@ -224,50 +203,9 @@ def test_every_command_is_here():
 @pytest.mark.parametrize("command", list(COMMANDS)[:: 1 if LONG else 4])
 def test_the_arguments_that_are_changed_are_good_ones(place, command):
     args = [*command.split(), *COMMANDS[command]]
-    outcome = outcome_of(place.folder, args)
+    outcome = run_briefly(place.folder, *args)
     assert outcome.code == 0, outcome
     place.renew()
-
-
-ANEW = ("--config", "c.toml", "--out", "new")
-REFUSED = [
-    ("train", *ANEW, "--tokens", "9" * 400),
-    ("train", *ANEW, "--data.tuning-split", "1e-9"),
-    ("train", *ANEW, "--model.vocab-size", str(10**15)),
-    ("train", *ANEW, "--model.d-model", str(2**40)),
-    ("train", *ANEW, "--timeout", "inf"),
-    ("train", *ANEW, "--optimizer.lr", "inf"),
-    ("train", *ANEW, "--optimizer.eps", "inf"),
-    ("train", "--config", "c.toml", "--out", "a\nb"),
-    ("train", "--config", "c.toml", "--out", "c.toml/x"),
-    ("train", "--config", "c.toml", "--out", "x" * 300),
-    ("train", "--config", "text", "--out", "new"),
-    ("compare", *COMMANDS["compare"], "--tune", "1000000"),
-    ("compare", *COMMANDS["compare"], "--workers", "0"),
-    ("generate", "runs/a", "tree \udcff"),
-    ("generate", "runs/a", "tree", "--tokens", str(10**15)),
-    ("data", "prepare", "text", "--out", "new", "--tokenizer", "c.toml"),
-    ("data", "prepare", "text", "--out", "new", "--tokenizer", "bpe:9999999999"),
-    ("data", "prepare", "text", "--out", "runs"),
-    ("fit", "hparams", "text/00.txt", "--out", "new"),
-]
-"""What was once accepted, or ended in a traceback."""
-
-
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_refused(place, number):
-    check([place.problem(REFUSED[number])])
-    assert outcome_of(place.folder, REFUSED[number]).code == 2
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("grid.lrs", "[0.01, 0.010001]"), ("grid.tune", "1000000"), ("shapes.x.d_model", "16"), ("grid.budgets", "['0']")],
-)
-def test_refused_studies(place, key, value):
-    text = edited(STUDY.replace("tune = 2\n", ""), key, value)
-    check([place.problem_of_file("s.toml", text, ["study", "plan", "s.toml"])])
-    assert outcome_of(place.folder, ["study", "plan", "s.toml"]).code == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
