@@ -19,10 +19,11 @@ NO_MEMORY = (
     "can't start new thread",
     "Cannot allocate memory",
     "Storage size calculation overflowed",
+    "Overflow when unpacking long",
     "array is too big",
     "Maximum allowed",
 )
-"""What PyTorch, NumPy and Python say in a RuntimeError or ValueError when memory is short."""
+"""What PyTorch, NumPy and Python say in a RuntimeError, TypeError or ValueError when memory is short."""
 
 
 def explain(error: BaseException) -> str | None:
@@ -33,9 +34,9 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return one_line(_explain_os_error(error))
     if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError | ValueError) and any(words in text for words in NO_MEMORY)
+        isinstance(error, RuntimeError | TypeError | ValueError) and any(words in text for words in NO_MEMORY)
     ):
-        detail = f" ({text})" if text else ""
+        detail = f" ({text.splitlines()[0]})" if text else ""
         return one_line(f"not enough memory{detail}; lower the sizes, or use a machine with more")
     if isinstance(error, RecursionError):
         return "values are nested too deeply; is a file damaged?"

@@ -103,6 +103,7 @@ def test_factors(capsys):
         ),
         (RuntimeError("Storage size calculation overflowed with sizes=[4]"), "not enough memory (Storage size"),
         (ValueError("array is too big; `arr.size"), "not enough memory (array is too big"),
+        (TypeError("zeros(): Overflow when unpacking long\nframe #0"), "not enough memory (zeros(): Overflow when"),
         (ValueError("Maximum allowed size exceeded"), "not enough memory (Maximum allowed"),
         (RecursionError("maximum recursion depth exceeded"), "values are nested too deeply"),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), "text is not valid Unicode"),

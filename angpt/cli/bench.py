@@ -63,6 +63,10 @@ def train(
     from angpt.bench.train import Case, bench_train, tables
 
     chosen = [Case.parse(text) for text in cases]
+    if not chosen:
+        raise UserError("name at least one case, such as 32M:1")
+    if profile < 0:
+        raise UserError(f"--profile {profile}: must be 0 or more")
     least = {"warmup": 1 if warmup is None else warmup, "rounds": rounds, "steps": steps, "context": context}
     console, where, dtype = _start(device, precision, architectures, **least)
     if warmup is None:

@@ -97,6 +97,8 @@ def test_each_way_of_counting_says_what_it_is():
     assert "that the records state" in Counting("given").describe()
     with pytest.raises(UserError, match="leave out --attention"):
         Counting("given", attention=True)
+    with pytest.raises(UserError, match="count must be one of given, all, head, none, not 'some'"):
+        Counting("some")
 
 
 def test_a_csv_file(tmp_path):
