@@ -105,7 +105,13 @@ def test_a_chart_answers_to_the_pointer(browser: Browser, complete: Written) -> 
     for kind, part in (("Pressed", 0.5), ("Moved", 0.7), ("Moved", 0.9), ("Released", 0.9)):
         tab.mouse(kind, x + width * part, y + height / 2)
     tab.mouse("Moved", x + 1, y + height / 2)
-    tab.until(f"/^tokens 4[04]k/.test({VALUES})")  # the left end of the second half of 84k
+    enlarged = f"/^tokens 4[04]k/.test({VALUES})"  # the left end of the second half of 84k
+    tab.until(enlarged)
+    for axis in ("log x", "log y", "log y"):  # another axis keeps the part
+        tab.evaluate(f"[...document.querySelectorAll('#loss button')].find(b => b.innerText == '{axis}').click()")
+        tab.mouse("Moved", x + width / 2, y + height / 2)
+        tab.mouse("Moved", x + 1, y + height / 2)
+        tab.until(enlarged)
     assert tab.complaints == []
 
 
