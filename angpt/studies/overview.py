@@ -48,13 +48,14 @@ class Overview(AbstractContextManager["Overview"]):
         if self.live:
             self.live.update(_table(states, self.left.told(states)))
             return
+        ended = [job for job, state in changed.items() if state in ENDED]
         left = self.left.told(states) if changed else ""
         for job, state in changed.items():
             self.said[job.folder] = state
             record = {} if state == "running" else newest_values(job.folder)
             loss = _number(record.get("val_loss"), ".4f")
             told = f"{state}, validation loss {loss}" if loss else state
-            self.console.print(f"{job.folder.name}: {told}{f'; {left}' if left and state != 'running' else ''}")
+            self.console.print(f"{job.folder.name}: {told}{f'; {left}' if left and job in ended[-1:] else ''}")
 
 
 class TimeLeft:
