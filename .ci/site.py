@@ -43,11 +43,21 @@ def api() -> str:
     return "\n\n".join(f"## angpt.{module}\n\n" + "\n".join(lines) for module, lines in directives.items())
 
 
+def titles(nav: list[Any]) -> dict[str, str]:
+    """The names that the navigation gives to pages, by their paths."""
+    found: dict[str, str] = {}
+    for entry in nav:
+        for title, target in entry.items() if isinstance(entry, dict) else ():
+            found |= {target: title} if isinstance(target, str) else titles(target)
+    return found
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links that the site cannot follow, to code and to folders, lead to the repository (REPO_URL), or become text."""
+    """Links whose text is the name of a file have the title of the page instead. Links that the site cannot follow, to
+    code and to folders, lead to the repository (REPO_URL), or become text."""
     if API in markdown:
         return markdown.partition(API)[0] + api()
-    here = posixpath.dirname(f"docs/{page.file.src_uri}")
+    here, named = posixpath.dirname(f"docs/{page.file.src_uri}"), titles(config.nav)
 
     def rewrite(found: re.Match[str]) -> str:
         text, target = found[1], found[2]
@@ -56,9 +66,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         name, hash_, anchor = target.partition("#")
         path = posixpath.normpath(posixpath.join(here, name))
         if name.endswith(".ipynb"):
-            return f"[{text}]({name.removesuffix('.ipynb')}.md)"
+            name, path = (f"{text.removesuffix('.ipynb')}.md" for text in (name, path))
         if path.startswith("docs/") and not (ROOT / path).is_dir():
-            return found[0]
+            is_file = text.endswith((".md", ".ipynb"))
+            return f"[{named.get(path.removeprefix('docs/'), text) if is_file else text}]({name}{hash_}{anchor})"
         if not (ROOT / path).exists():
             log.warning("%s: %s is linked and does not exist", page.file.src_uri, target)
         return f"[{text}]({config.repo_url}/blob/main/{path}{hash_}{anchor})" if config.repo_url else text

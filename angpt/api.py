@@ -184,7 +184,8 @@ def compare(
     signals: bool = False,
     command: str | None = None,
 ) -> StudyOutcome:
-    """Train architectures side by side on the same tokens. Called again, it continues; ended runs are not repeated.
+    """Train architectures side by side on the same tokens. Called again, it continues; ended runs are not repeated, and
+    further architectures, budgets or seeds add their runs.
 
     Args:
         comparison: Architectures, budgets, seeds and the settings of the runs.
@@ -197,11 +198,12 @@ def compare(
     """
     study = Study(Path(out), comparison.study())
     pool = _pool(study, workers, progress, signals)
-    if not (study.folder / FILE).exists():
+    earlier = Study.open(study.folder) if (study.folder / FILE).exists() else None
+    if earlier is not None and not study.extends(earlier):
+        raise UserError(f"{study.folder}: holds another study (see its {FILE}); choose another --out")
+    if earlier is None or earlier.config != study.config:
         repeat = command or shlex.join(["angpt", "study", "run", str(study.folder / FILE)])
         study.begin(None, repeat, on_this_machine=True)
-    elif Study.open(study.folder).config != study.config:
-        raise UserError(f"{study.folder}: holds another study (see its {FILE}); choose another --out")
     study.retry()
     return _execute(study, pool, progress, signals, "(the same command tries again)", live=workers != 0)
 

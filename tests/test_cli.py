@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 import angpt
 from angpt.cli.main import main
+from angpt.config import TrainConfig, settings_of
 from angpt.errors import UserError
 from angpt.version import __version__
 from tests.command import angpt as run
@@ -58,6 +59,31 @@ def test_help_is_in_paragraphs_and_states_defaults(capsys, monkeypatch, command)
     if command == "train":
         assert "--slurm.gpus GPUs each. It continues by itself" in out  # not broken as in the source
         assert "attention scale g; √d_h unless given." in out
+
+
+@pytest.mark.parametrize(
+    "command", ["", "train", "compare", "study run", "data prepare", "eval", "serve", "bench train"]
+)
+def test_help_fits_a_screen(capsys, monkeypatch, command):
+    """No line is longer than the terminal is wide, and no box of options is higher than a screen of 50 lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call(capsys, *command.split(), "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    boxes = re.findall(r"^╭─ (.*?) ─+╮\n((?:│.*\n)+)", out, flags=re.MULTILINE)
+    assert "options" in dict(boxes)
+    assert max(text.count("\n") for _, text in boxes) <= 50
+    assert not re.search(r"^│ +│$", out, flags=re.MULTILINE)
+
+
+def test_every_setting_of_a_run_is_an_option(capsys):
+    _, out, _ = call(capsys, "train", "--help")
+    for name in settings_of(TrainConfig()):
+        assert f"--{name.replace('_', '-')} " in out.replace(",", " "), name
+
+
+def test_help_is_also_a_command(capsys):
+    assert call(capsys, "help", "data", "info") == call(capsys, "data", "info", "--help")
 
 
 def test_common_options_have_short_names(monkeypatch):
@@ -194,14 +220,22 @@ def test_text_is_never_markup(capsys, tmp_path):
     [
         (("models", "angtp"), "unknown architecture 'angtp': did you mean angpt"),
         (("factors", "--size", "33M"), "unknown size '33M': did you mean 32M"),
-        (("models", "--contxt", "3"), "Unrecognized options: --contxt, 3; did you mean --context or --model.context?"),
-        (("nonsense",), "Unrecognized options: nonsense; Available subcommands: data, train,"),
-        (("train", "--seed", "x"), "Error parsing --seed: invalid literal for int() with base 10: 'x'"),
-        (("train", "--seed", "9" * 19), f"Error parsing --seed: '{'9' * 19}' must be a number of at most 18 digits"),
-        (("train", "--seed", "9" * 5000), "Error parsing --seed: Exceeds the limit (4300 digits)"),
-        (("train", "--device", "tpu"), "invalid choice 'tpu' for argument '--device'. Expected one of ('auto',"),
-        (("data", "info"), "Missing from angpt data info: PATH A prepared folder"),
-        (("train", "--seed"), "Missing value for argument '--seed'"),
+        (("models", "--contxt", "3"), "unknown option --contxt: did you mean --context? (see angpt models --help)"),
+        (("train", "--d_model", "3"), "unknown option --d_model: did you mean --model.d-model? (see angpt train"),
+        (("train", "--learning-rate", "3"), "unknown option --learning-rate: did you mean --lr?"),
+        (("data", "info", "x", "--hlep"), "unknown option --hlep: did you mean --help? (see angpt data info --help)"),
+        (("train", "extra"), "unexpected 'extra' (see angpt train --help)"),
+        (("nonsense",), "unknown command 'nonsense': known: analyze, bench, compare,"),
+        (("trian",), "unknown command 'trian': did you mean train? (see angpt --help)"),
+        (("study", "rnu"), "unknown command 'rnu': did you mean run? (see angpt study --help)"),
+        (("study",), "a command is missing: one of run, status, plan (see angpt study --help)"),
+        (("train", "--seed", "x"), "--seed: 'x' is not a whole number (see angpt train --help)"),
+        (("train", "--seed", "9" * 19), f"--seed: '{'9' * 19}' must be a number of at most 18 digits (see angpt train"),
+        (("train", "--seed", "9" * 5000), "--seed: Exceeds the limit (4300 digits)"),
+        (("train", "--lr", "x"), "--lr: 'x' is not a number (see angpt train --help)"),
+        (("train", "--device", "tpu"), "--device: 'tpu' is none of auto, cpu, cuda (see angpt train --help)"),
+        (("data", "info"), "PATH is missing: a prepared folder"),
+        (("train", "--seed"), "--seed: its value is missing (see angpt train --help)"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_with_2(capsys, args, message):

@@ -69,6 +69,12 @@ def test_the_site_builds_without_a_broken_link(build):
 
 
 @pytest.mark.slow
+def test_links_have_the_titles_of_their_pages(build):
+    pages = [page.read_text(encoding="utf-8") for page in build[0].rglob("index.html")]
+    assert [name for page in pages for name in re.findall(r"<a [^>]*>([\w-]+\.(?:md|ipynb))</a>", page)] == []
+
+
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(build):
     import angpt
 

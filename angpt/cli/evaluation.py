@@ -25,13 +25,11 @@ def evaluate(
     """Evaluate models and compare them: loss, perplexity and bits per byte on prepared data, and the tasks of the
     paper's table by lm-evaluation-harness, 0-shot.
 
-    angpt eval runs/a runs/b                            loss on their own data
-
-    angpt eval runs/a --data data/stdlib                on any prepared folder
-
-    angpt eval runs/a runs/b --data path/to/benchmarks  the seven tasks, local
-
-    angpt eval runs/a --tasks paper                     the same from the hub
+    For example:
+        angpt eval runs/a runs/b                            loss on their own data
+        angpt eval runs/a --data data/stdlib                on any prepared folder
+        angpt eval runs/a runs/b --data path/to/benchmarks  the seven tasks, local
+        angpt eval runs/a --tasks paper                     the same from the hub
 
     PIQA, ARC-Easy, HellaSwag, WinoGrande and MMLU show acc, LAMBADA perplexity, WikiText word_perplexity. Results, with
     all other metrics of the harness, go to eval/results.json in the folder of each model, and `angpt report` shows
@@ -39,12 +37,9 @@ def evaluate(
     are kept (delete eval/ to compute them again). On a machine with several GPUs, each evaluates a share of the models.
 
     For a GPU without network or lm-eval, in three steps:
-
-    angpt eval runs/a --data path/to/benchmarks --write-requests requests
-
-    angpt eval runs/a --requests requests        there: leaves scores in runs/a/eval
-
-    angpt eval runs/a --data path/to/benchmarks  here, with runs/a/eval: metrics
+        angpt eval runs/a --data path/to/benchmarks --write-requests requests
+        angpt eval runs/a --requests requests        there: scores in runs/a/eval
+        angpt eval runs/a --data path/to/benchmarks  here, with runs/a/eval: metrics
 
     Args:
         models: Run folders, folded models, exports.
@@ -57,8 +52,7 @@ def evaluate(
         requests: Score the requests in this folder, without lm-eval, and stop.
         device: cpu, cuda, or auto: cuda if available.
         precision: Precision of matrix products: fp32, bf16, or auto: bf16 on a GPU.
-        batch_tokens: Tokens per forward pass; lower it if memory runs out. 65,536 on a GPU and 8,192 on the CPU unless
-            given.
+        batch_tokens: Tokens per forward pass; lower it if memory runs out. 64k on a GPU and 8k on the CPU unless given.
     """
     if not models and write_requests is None:
         raise UserError("name a run folder, a folded model or an export: angpt eval runs/NAME")

@@ -1,14 +1,17 @@
-"""Rules for the parser: help texts in paragraphs, without defaults that the text states; whole numbers below 2⁶³."""
+"""Rules for the parser: help texts in groups and wrapped paragraphs, without defaults that the text states; whole
+numbers below 2⁶³."""
 
 import ast
 import dataclasses
 import inspect
+import io
 import re
+import shutil
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import pairwise
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, TextIO, cast, get_type_hints
 
 import tyro
 from tyro.constructors import (
@@ -20,6 +23,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from angpt.config import TrainConfig
 from angpt.serialization import INTEGERS, shown
 
 REGISTRY = ConstructorRegistry()
@@ -27,28 +31,71 @@ REGISTRY = ConstructorRegistry()
 
 def default_hint(value: str) -> str:
     """What follows the help text of an option. Where the default is None or empty, the text says what happens."""
-    return "" if value in ("None", "") else f"(default: {value})"
+    text = "" if value in ("None", "") else f"(default: {value})"
+    return text.replace(" ", "\u00a0") if len(text) < 24 else text  # in one line
 
 
 HINT = tyro.conf.arg(help_behavior_hint=default_hint)
 
 
+FLAT = tyro.conf.arg(prefix_name=False)
+MEASURED = ("eval_every", "eval_tokens", "log_every", "layers_every", "record_moments")
+KEPT = ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
+GROUPS = {
+    "machine": ("device", "precision", "compile", "kernels", "micro_batch", "recompute"),
+    "multi-device": ("parallel", "shard_ranks", "reduce", "timeout"),
+    "record": (*MEASURED, *KEPT),
+}
+"""Settings of a training run that have a box of their own in the help, by its title. Their names stay as they are."""
+
+
 @REGISTRY.struct_rule
 def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     """The fields of a configuration class of this package as options."""
-    if not dataclasses.is_dataclass(info.type) or not info.type.__module__.startswith("angpt."):
+    cls = info.type
+    if not dataclasses.is_dataclass(cls) or not cls.__module__.startswith("angpt."):
         return None
-    types, fields = get_type_hints(info.type, include_extras=True), []
-    for field in dataclasses.fields(info.type):
-        if isinstance(info.default, info.type):
+    types, options = get_type_hints(cls, include_extras=True), {}
+    for field in dataclasses.fields(cls):
+        if isinstance(info.default, cls):
             default = getattr(info.default, field.name)
         elif field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         else:
             default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
         annotation: Any = Annotated[types[field.name], HINT]
-        fields.append(StructFieldSpec(field.name, annotation, default, partial(field_help, info.type, field.name)))
-    return StructConstructorSpec(info.type, tuple(fields))
+        options[field.name] = StructFieldSpec(field.name, annotation, default, partial(field_help, cls, field.name))
+    if cls is TrainConfig:
+        return _in_boxes(options)
+    return StructConstructorSpec(cls, tuple(options.values()))
+
+
+class Box(dict[str, Any]):
+    """The values of a group of options; a subclass for each group."""
+
+    options: tuple[StructFieldSpec, ...] = ()
+
+
+@REGISTRY.struct_rule
+def box_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    cls: Any = info.type
+    is_box = isinstance(cls, type) and issubclass(cls, Box)
+    return StructConstructorSpec(cls, cls.options) if is_box else None
+
+
+def _in_boxes(options: dict[str, StructFieldSpec]) -> StructConstructorSpec:
+    """The options of a training run, those of `GROUPS` as structures of their own, for which the help has boxes."""
+    boxes = {}
+    for title, names in GROUPS.items():
+        flat: list[Any] = [Annotated[options[name].type, FLAT] for name in names]
+        inner = (dataclasses.replace(options.pop(name), type=hint) for name, hint in zip(names, flat, strict=True))
+        boxes[title] = type("Options", (Box,), {"__doc__": "", "options": tuple(inner)})
+
+    def make(**values: Any) -> TrainConfig:
+        return TrainConfig(**{k: v for name in GROUPS for k, v in values.pop(name).items()}, **values)
+
+    fields = [StructFieldSpec(title, box, tyro.MISSING) for title, box in boxes.items()]
+    return StructConstructorSpec(make, (*options.values(), *fields))
 
 
 @REGISTRY.primitive_rule
@@ -88,6 +135,38 @@ def _field_docs(cls: type) -> dict[str, str]:
     }
 
 
+def first_paragraph(command: Callable[..., None]) -> str:
+    """What a list of commands says of this one."""
+    return " ".join(inspect.cleandoc(command.__doc__ or "").split("\n\n")[0].split())
+
+
+class Page(io.StringIO):
+    """Help on its way to a stream: text outside boxes, which the parser does not wrap, is wrapped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()  # decides whether there are colours
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # decides whether boxes have lines
+        return (self.stream.encoding or "ascii").lower()
+
+    def wrapped(self) -> str:
+        width = shutil.get_terminal_size().columns
+        lines = (line for line in self.getvalue().splitlines() if not re.fullmatch(r"│ +│", line))
+        return "".join(f"{_wrap(line, width)}\n" for line in lines)
+
+
+def _wrap(line: str, width: int) -> str:
+    if len(line) <= width or line.startswith((" ", "╭", "│", "╰", "\x1b")):
+        return line
+    words = line.replace(",", ", ") if line.startswith("usage:") else line  # a list of commands without spaces
+    return textwrap.fill(words, width, break_long_words=False, break_on_hyphens=False)
+
+
 def bound(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     """A function with the options of a command that returns the command with these options, to be called later."""
 
@@ -100,5 +179,5 @@ def bound(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     described: Any = bind
     described.__signature__, described.__annotations__ = signature, hints
     described.__name__, described.__module__ = command.__name__, command.__module__
-    described.__doc__ = re.sub(r"\n {8,}(?=\S)", " ", inspect.cleandoc(command.__doc__ or ""))
+    described.__doc__ = re.sub(r"(?<=\S)\n(?!\n|    \S) *", " ", inspect.cleandoc(command.__doc__ or ""))
     return bind

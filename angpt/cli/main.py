@@ -1,7 +1,6 @@
 """The `angpt` command: one sub-command per verb. Each parses, calls the library and prints."""
 
 import contextlib
-import inspect
 import io
 import os
 import re
@@ -21,8 +20,9 @@ from angpt.cli.analysis import analyze
 from angpt.cli.data import info, prepare
 from angpt.cli.evaluation import evaluate
 from angpt.cli.fits import hparams, scaling
-from angpt.cli.help import REGISTRY, bound
+from angpt.cli.help import REGISTRY, Page, bound, first_paragraph
 from angpt.cli.inference import export_hf, fold_command, generate_command, import_hf
+from angpt.cli.mistakes import parser_message
 from angpt.cli.serving import serve_command
 from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
 from angpt.cli.train import train_command
@@ -43,7 +43,7 @@ EXTRAS = {
 
 DESCRIPTION = f"""angpt {__version__}: train and compare GPT+, nGPT and anGPT, the approximately normalized transformer.
 
-`angpt COMMAND --help` explains a command and all its options; `angpt --version` prints the version."""
+Run `angpt COMMAND --help` for a command and all its options, and `angpt --version` for the version."""
 
 MARKERS = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 """Help shows options without None among their values, and positional arguments by name."""
@@ -80,33 +80,28 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse(args: Sequence[str]) -> Callable[[], None]:
     """The command that the arguments name, with its options bound. The parser's error becomes one line."""
-    panel = io.StringIO()
+    panel, page = io.StringIO(), Page(sys.stdout)
+    args = [*args[1:], "--help"] if args[:1] == ["help"] else args
+    app, asked = make_app(args)
     try:
-        with contextlib.redirect_stderr(panel):
+        with contextlib.redirect_stderr(panel), contextlib.redirect_stdout(page):
             options: dict[str, Any] = {"prog": "angpt", "description": DESCRIPTION, "config": MARKERS}
             options["registry"] = REGISTRY
-            command: Callable[[], None] = make_app(args).cli(args=args or ["--help"], **options)
+            command: Callable[[], None] = app.cli(args=args or ["--help"], **options)
             return command
     except SystemExit as end:
         if end.code != 2:
+            print(page.wrapped(), end="")
             raise
-        raise UserError(_parser_message(panel.getvalue())) from end
+        raise UserError(parser_message(panel.getvalue(), asked, _options_of)) from end
 
 
-def _parser_message(panel: str) -> str:
-    """The parser's error, a title and sections in a box, in one line."""
-    lines = (line.strip(" │╭╮╰╯") for line in panel.splitlines())
-    text = "\n".join(re.sub(r"^─ .* ─+$", "-----", line) for line in lines)
-    _, problem, *rest = (
-        " ".join(part.split()) for part in re.split("^[─-]{5,}$", f"{text}\n-----", flags=re.MULTILINE)
-    )
-    problem = problem.rstrip(".")
-    for section in rest:
-        if section.startswith("Perhaps you meant"):
-            problem += f"; did you mean {' or '.join(dict.fromkeys(re.findall(r'--(?!help)[-a-z0-9.]+', section)))}?"
-        elif section.startswith("Available subcommands"):
-            problem += f"; {section}"
-    return f"{problem} (see angpt --help)"
+def _options_of(command: Sequence[str]) -> set[str]:
+    """The options of a command, read off its help."""
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+        parse([*command, "--help"])
+    return set(re.findall(r"--[a-z](?:[-.]?[a-z0-9]+)*", page.getvalue()))
 
 
 def _missing_extra(error: ModuleNotFoundError) -> str | None:
@@ -201,39 +196,55 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         terminal().print(f"figure: {figure}")
 
 
-def make_app(args: Sequence[str]) -> SubcommandApp:
-    """All commands, in the order of a project. The list of commands shows the first paragraph of a command's
-    documentation, its own help all of it."""
-    asked, app = args[0] if args else None, SubcommandApp()
+Commands = dict[str, Callable[..., None]]
 
-    def single(name: str, command: Callable[..., None]) -> None:
-        first = inspect.cleandoc(command.__doc__ or "").split("\n\n")[0]
-        app.command(name=name, help=None if name == asked else first)(bound(command))
 
-    def several(name: str, text: str, **commands: Callable[..., None]) -> None:
-        group = SubcommandApp()
-        for inner, command in commands.items():
-            group.command(name=inner)(bound(command))
+def commands(args: Sequence[str]) -> dict[str, Callable[..., None] | tuple[str, Commands]]:
+    """All commands, in the order of a project: a function, or a text and the functions of a group."""
+    asked = args[0] if args else None
+    benchmarks = {name: getattr(benches, name) for name in ("train", "optimizer", "data", "decode", "moments")}
+    return {
+        "data": (
+            "Text to tokens: prepare a folder to train from, or describe one.",
+            {"prepare": prepare, "info": info},
+        ),
+        "train": train_command(args if asked == "train" else []),
+        "compare": compare_command(args if asked == "compare" else []),
+        "study": (
+            "Grids of runs from a file: run them, show their progress, estimate their cost.",
+            {"run": study_run, "status": study_status, "plan": study_plan},
+        ),
+        "fit": (
+            "Fits over many runs: best batch size and learning rate by model size, loss by compute.",
+            {"hparams": hparams, "scaling": scaling},
+        ),
+        "report": report,
+        "analyze": analyze,
+        "eval": evaluate,
+        "generate": generate_command,
+        "serve": serve_command,
+        "fold": fold_command,
+        "export": ("Export a model: hf, a folder for Hugging Face transformers.", {"hf": export_hf}),
+        "import": ("Import an exported model: hf, from a folder for Hugging Face transformers.", {"hf": import_hf}),
+        "models": models,
+        "factors": factors,
+        "bench": ("Benchmarks, each interleaved with its baseline and compared with its lower bound.", benchmarks),
+    }
+
+
+def make_app(args: Sequence[str]) -> tuple[SubcommandApp, list[str]]:
+    """The parser, and the words of the command that the arguments name. A list of commands shows the first paragraph
+    of a command's documentation, its own help all of it."""
+    app, known = SubcommandApp(), commands(args)
+    asked = [word for word in args[:1] if word in known]
+    for name, entry in known.items():
+        if not isinstance(entry, tuple):
+            app.command(name=name, help=None if [name] == asked else first_paragraph(entry))(bound(entry))
+            continue
+        text, members = entry
+        group, verb = SubcommandApp(), args[1] if [name] == asked and len(args) > 1 else None
+        for inner, command in members.items():
+            group.command(name=inner, help=None if inner == verb else first_paragraph(command))(bound(command))
         app.command(group, name=name, help=text)
-
-    several("data", "Text to tokens: prepare a folder to train from, or describe one.", prepare=prepare, info=info)
-    single("train", train_command(args if asked == "train" else []))
-    single("compare", compare_command(args if asked == "compare" else []))
-    text = "Grids of runs from a file: run them, show their progress, estimate their cost."
-    several("study", text, run=study_run, status=study_status, plan=study_plan)
-    text = "Fits over many runs: best batch size and learning rate by model size, loss by compute."
-    several("fit", text, hparams=hparams, scaling=scaling)
-    single("report", report)
-    single("analyze", analyze)
-    single("eval", evaluate)
-    single("generate", generate_command)
-    single("serve", serve_command)
-    single("fold", fold_command)
-    several("export", "Export a model: hf, a folder for Hugging Face transformers.", hf=export_hf)
-    several("import", "Import an exported model: hf, from a folder for Hugging Face transformers.", hf=import_hf)
-    single("models", models)
-    single("factors", factors)
-    text = "Benchmarks, each interleaved with its baseline and compared with its lower bound."
-    names = ("train", "optimizer", "data", "decode", "moments")
-    several("bench", text, **{name: getattr(benches, name) for name in names})
-    return app
+        asked += [verb] if verb in members else []
+    return app, asked

@@ -24,9 +24,9 @@ def serve_command(
 ) -> None:
     """Serve a trained model over HTTP, in the form of OpenAI's completions.
 
-    angpt serve runs/angpt-laptop-s0                 until Ctrl-C
-
-    curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "def "}'
+    For example, the second in another terminal:
+        angpt serve runs/angpt-laptop-s0
+        curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "def "}'
 
     OpenAI's clients work with base_url http://127.0.0.1:8000/v1 and any key. Options of a request: prompt (text, token
     ids, or a list of either), max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, stop, seed, n, stream,

@@ -36,8 +36,9 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
     ) -> None:
         """Train architectures side by side on the same tokens, and write a page that shows what came out.
 
-        Called again, it goes on where it was stopped; runs that have finished are not repeated. Without --data.path it
-        trains on the text of Python's standard library, which it prepares if data/stdlib does not exist.
+        Called again, it goes on where it was stopped; runs that have finished are not repeated, and further
+        architectures, budgets or seeds add their runs. Without --data it trains on the text of Python's standard
+        library, which it prepares if data/stdlib does not exist.
 
         Args:
             settings: What to compare, and every setting of the runs.

@@ -112,6 +112,11 @@ class Study:
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written to ({error}); choose another --out") from error
 
+    def extends(self, other: "Study") -> bool:
+        """True if every run of another study is one of this, with the same settings."""
+        runs = {job.folder: job.config for job in self.planned()}
+        return all(runs.get(job.folder) == job.config for job in other.planned())
+
     def check(self, on_this_machine: bool) -> None:
         """Find what would stop the runs before anything is written; on a cluster, devices are not asked for here."""
         for job in [*self.planned(), *self.growth()]:

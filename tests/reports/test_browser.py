@@ -86,6 +86,14 @@ def test_the_script_draws_every_line_chart_instead_of_its_picture(
     assert all(f["pictures"] == 1 and set(f["panels"]) == {0} for f in tab.evaluate(DRAWN))
 
 
+def test_tables_fit_a_printed_page(browser: Browser, complete: Written) -> None:
+    tab = browser.tab().open(complete.page, 680)  # A4 between its margins
+    tab.evaluate(OPEN)
+    tab.send("Emulation.setEmulatedMedia", media="print")
+    outside = "[...document.querySelectorAll('table')].filter(t => t.offsetWidth && t.getBoundingClientRect().right > 680)"
+    assert tab.evaluate(f"{outside}.map(table => table.className + table.innerText.slice(0, 40))") == []
+
+
 def test_a_chart_answers_to_the_pointer(browser: Browser, complete: Written) -> None:
     """The values beside it, a line that is taken out, and a part that is enlarged."""
     tab = browser.tab().open(complete.page, 1400)
@@ -105,7 +113,13 @@ def test_a_chart_answers_to_the_pointer(browser: Browser, complete: Written) -> 
     for kind, part in (("Pressed", 0.5), ("Moved", 0.7), ("Moved", 0.9), ("Released", 0.9)):
         tab.mouse(kind, x + width * part, y + height / 2)
     tab.mouse("Moved", x + 1, y + height / 2)
-    tab.until(f"/^tokens 4[04]k/.test({VALUES})")  # the left end of the second half of 84k
+    enlarged = f"/^tokens 4[04]k/.test({VALUES})"  # the left end of the second half of 84k
+    tab.until(enlarged)
+    for axis in ("log x", "log y", "log y"):  # another axis keeps the part
+        tab.evaluate(f"[...document.querySelectorAll('#loss button')].find(b => b.innerText == '{axis}').click()")
+        tab.mouse("Moved", x + width / 2, y + height / 2)
+        tab.mouse("Moved", x + 1, y + height / 2)
+        tab.until(enlarged)
     assert tab.complaints == []
 
 

@@ -339,6 +339,25 @@ def test_mistakes_are_found_before_anything_is_written(data, tmp_path, capsys):
     assert (code, "holds another study (see its study.toml)" in said) == (2, True)
 
 
+def test_a_comparison_may_grow(data, tmp_path):
+    """Further architectures, seeds and budgets keep every run; other settings of the same runs do not."""
+    begun(data, tmp_path / "s")
+    earlier = Study.open(tmp_path / "s")
+    names = {job.folder for job in earlier.planned()}
+    larger = (
+        {"seeds": (0, 1, 2)},
+        {"architectures": ("gpt+", "ngpt", "angpt", "angpt:muon")},
+        {"baseline_budgets": ("9k",)},
+    )
+    for more in larger:
+        study = Study(tmp_path / "s", tiny(data, **more).study())
+        assert names < {job.folder for job in study.planned()}
+        assert study.extends(earlier)
+        assert not earlier.extends(study)
+    for other in ({"lrs": {"angpt": 0.5}}, {"seeds": (0,)}, {"budgets": ("9k",)}):
+        assert not Study(tmp_path / "s", tiny(data, **other).study()).extends(earlier)
+
+
 def test_the_configuration_survives_its_file(data, tmp_path):
     config = tiny(data, lrs={"gpt+": 0.5, "angpt": 1e-3}, tune=2).study()
     (tmp_path / "c.toml").write_text(to_toml(config))

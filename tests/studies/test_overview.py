@@ -1,8 +1,10 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
+from angpt.present.words import duration
 from angpt.studies.overview import Overview
 from angpt.training.record import newest_values
 from tests.studies.conftest import compare, pretend
@@ -41,6 +43,25 @@ def test_a_diverged_run_without_a_loss(data, tmp_path):
 def test_the_live_table(data, tmp_path):
     name, text = show(data, tmp_path, terminal=True, status=None, record=RECORDS)
     assert all(part in text for part in (name, "running", "2.500", "2.2500", "1,234"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_time_left_follows_from_the_work_done(data, tmp_path, monkeypatch, terminal):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    jobs = compare(data, tmp_path).jobs()[:3]
+    text = io.StringIO()
+    with Overview(Console(file=text, force_terminal=terminal, width=100)) as overview:
+        overview.tick(jobs, {jobs[0].folder})
+        assert "left" not in text.getvalue()
+        for job in jobs[:2]:
+            job.folder.mkdir(parents=True)
+        pretend(jobs[0], "finished")
+        (jobs[1].folder / "metrics.jsonl").write_text(json.dumps({"step": jobs[1].plan.steps // 2}) + "\n")
+        now += 60
+        overview.tick(jobs, {jobs[1].folder})
+    done, left = jobs[0].flops + jobs[1].flops / 2, jobs[1].flops / 2 + jobs[2].flops
+    assert f"1 of 3 runs done, about {duration(60 * left / done)} left" in text.getvalue()
 
 
 def test_records_merge_and_half_lines_are_passed_over(tmp_path):

@@ -76,7 +76,11 @@ class Panel {
     const scale = axis => {
       const [low, high] = limits(panel, axis, log[axis]);
       const whole = low < high ? [low, high] : [low - 1, high + 1];
-      return {time: false, distr: log[axis] ? 3 : 1, range: () => this.zoomed[axis] ?? whole};
+      const range = () => {
+        const part = this.zoomed[axis];
+        return part && (!log[axis] || part[0] > 0) ? part : whole;
+      };
+      return {time: false, distr: log[axis] ? 3 : 1, range};
     };
     const axis = (which, most) => ({
       label: panel.labels[which], labelFont: FONT, labelSize: 20, font: FONT, size: which ? 56 : 34, gap: 4,
@@ -281,7 +285,8 @@ function bringToLife(element) {
   controls.setAttribute("role", "group");
   controls.setAttribute("aria-label", `${figure.title}: lines and axes`);
   const place = make("div", live, {className: "panels"});
-  place.style.setProperty("--columns", Math.min(panels.length, panels.length === 4 ? 2 : 3));
+  const inRows = panels.length % 4 ? 3 : panels.length === 4 ? 2 : 4;
+  place.style.setProperty("--columns", Math.min(panels.length, inRows));
   const made = panels.map(panel => new Panel(figure, panel, place));
   const button = (label, pressed, act) => {
     const made = make("button", controls, {type: "button"});
@@ -309,7 +314,7 @@ function bringToLife(element) {
   }
   ["x", "y"].forEach((name, axis) => {
     if (!panels.some(panel => limits(panel, axis, true)) || (axis === 0 && panels.some(panel => panel.ticks))) return;
-    button(`log ${name}`, panels[0].log[axis], on => made.forEach(panel => { panel.log[axis] = on; panel.reset(); }));
+    button(`log ${name}`, panels[0].log[axis], on => made.forEach(panel => { panel.log[axis] = on; panel.draw(); }));
   });
   button("reset zoom", null, () => made.forEach(panel => panel.reset()));
   make("span", controls, {className: "note", textContent: "drag to zoom"});
