@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 from angpt.config import Recipe, TrainConfig
 from angpt.serialization import from_dict
 from angpt.studies.grid import folder_name
-from angpt.studies.jobs import ended
+from angpt.studies.jobs import Job, ended
 from angpt.studies.study import Study
+from angpt.training.plan import make_plan
 
 HERE = Path(__file__).resolve().parent
 EVIDENCE = HERE.parents[1] / "docs" / "evidence"
@@ -84,7 +85,8 @@ class Item:
 
     stage: str
     name: str
-    config: TrainConfig
+    build: Callable[[], TrainConfig]
+    """Makes the configuration, which takes longer than to find that the run has ended."""
     change: str = ""
     """Name of a change of Muon (relatives.py)."""
     provisional: bool = False
@@ -97,6 +99,10 @@ class Item:
     @property
     def folder(self) -> Path:
         return Path(self.stage) / self.name
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return self.build()
 
 
 def arm_name(recipe: Recipe) -> str:
@@ -150,14 +156,17 @@ class Trial:
 
 
 class Protocol:
-    """The protocol at the state of some run folders, the first of which that has a run counts."""
+    """The protocol at the state of some run folders; of folders with the same run the first counts.
+
+    An object is a snapshot: it does not see runs that end after it has asked for them."""
 
     def __init__(
         self, roots: tuple[Path, ...] = (EVIDENCE,), adapt: Callable[[TrainConfig], TrainConfig] | None = None
-    ):
+    ) -> None:
         self.roots, self.adapt = roots, adapt or (lambda config: config)
+        self.loss, self.trials, self.edges = cache(self._loss), cache(self._trials), cache(self._edges)
 
-    def loss(self, stage: str, name: str) -> float | None:
+    def _loss(self, stage: str, name: str) -> float | None:
         """The loss of a run at its end; infinite if it diverged, None if it has not ended."""
         for root in self.roots:
             if (summary := ended(root / stage / name)) is not None:
@@ -170,7 +179,7 @@ class Protocol:
         found: dict[str, Settings] = json.loads(TRIALS.read_text(encoding="utf-8"))
         return found
 
-    def trials(self, recipe: Recipe, extended: bool) -> list[Trial]:
+    def _trials(self, recipe: Recipe, extended: bool) -> list[Trial]:
         """The trials of an arm; `extended` by those of the edge rule."""
         names = [name for name in self.points if name.startswith(f"{arm_name(recipe)}-")]
         found = []
@@ -182,7 +191,7 @@ class Protocol:
             found.append(Trial(name, settings, self.loss("tuning", name)))
         return found
 
-    def edges(self, recipe: Recipe) -> dict[str, int]:
+    def _edges(self, recipe: Recipe) -> dict[str, int]:
         """The rates of the best of the first trials of an arm that are at the edge: −1 the lowest, 1 the highest."""
         first = self.trials(recipe, extended=False)
         best = self.best(first)
@@ -224,14 +233,18 @@ class Protocol:
         """Every run that the protocol calls for, in its order."""
         for items in (self.tuning, self.final, self.ablation, self.sensitivity, self.files):
             for item in items():
-                yield dataclasses.replace(item, config=self.adapt(item.config))
+                yield dataclasses.replace(item, build=partial(self._adapted, item))
+
+    def _adapted(self, item: Item) -> TrainConfig:
+        return self.adapt(item.config)
 
     def tuning(self) -> Iterator[Item]:
         """Trial n of every arm before trial n + 1 of any."""
         trials = [trial for arm in ARMS for trial in self.trials(arm, self.extended)]
         for trial in sorted(trials, key=lambda trial: trial.number):
             open_rule = trial.number >= TRIED and not self.first_done
-            yield Item("tuning", trial.name, configured(SHARED, TRIAL, trial.settings), provisional=open_rule)
+            build = partial(configured, SHARED, TRIAL, trial.settings)
+            yield Item("tuning", trial.name, build, provisional=open_rule)
 
     def final(self) -> Iterator[Item]:
         """The chosen settings with fresh seeds on all of the text, small budgets first, seed by seed."""
@@ -249,9 +262,9 @@ class Protocol:
         steps = round(float(budget[:-1]) * 1e6 / SHARED["batch_tokens"])
         own = {"tokens": budget, "seed": seed, "checkpoint_every": steps, "data.path": "data/all"}
         own |= {"layers_every": None, "record_moments": True} if recorded else {}
-        config = configured(SHARED, settings, own).with_recipe(recipe)
         name = f"{folder_name(recipe)}-{budget}-s{seed}"
-        return Item(stage, name, config, provisional=not self.tuned)
+        build = partial(configured, SHARED, settings, own, {"model.architecture": recipe.partition(":")[0]})
+        return Item(stage, name, build, provisional=not self.tuned)
 
     def ablation(self) -> Iterator[Item]:
         """Variants at 80M tokens; anGPT, GPT+ and nGPT themselves, and double the budget, are final runs."""
@@ -272,7 +285,7 @@ class Protocol:
     def rate_trial(self, recipe: Recipe, base: Settings, factor: float) -> Item:
         settings = _times(base, "optimizer.lr", factor) | {"model.architecture": recipe}
         name = f"{folder_name(recipe)}-rate-x{factor:g}"
-        return Item("ablation", name, configured(SHARED, TRIAL, settings), provisional=not self.tuned)
+        return Item("ablation", name, partial(configured, SHARED, TRIAL, settings), provisional=not self.tuned)
 
     def related_rate(self, recipe: Recipe) -> tuple[float, bool]:
         """The factor of the learning rate with the lowest tuning loss, and whether all of them are known."""
@@ -291,8 +304,8 @@ class Protocol:
                 name = f"{arm_name(arm)}-{key.rpartition('.')[2]}-{value}"
                 # The first moment of GPT+ without warm-up is a figure of the paper.
                 moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
-                config = configured(SHARED, TRIAL, settings, {"record_moments": moments})
-                yield Item("sensitivity", name, config, provisional=not self.tuned, analysed=moments)
+                build = partial(configured, SHARED, TRIAL, settings, {"record_moments": moments})
+                yield Item("sensitivity", name, build, provisional=not self.tuned, analysed=moments)
 
     def files(self) -> Iterator[Item]:
         """Relatives of Muon, and the runs of study files beside this module."""
@@ -300,8 +313,20 @@ class Protocol:
 
         yield from relatives.items(self.loss)
         for stage, name in FILES:
-            for job in Study.read(HERE / name, Path(stage)).jobs():
-                yield Item(stage, job.folder.name, job.config)
+            for job in jobs_of(name):
+                waits = stage in ("defaults", "scaling") and not self.tuned
+                if stage != "defaults" or _identity(job.config) not in self.identities:
+                    yield Item(stage, job.folder.name, partial(getattr, job, "config"), provisional=waits)
+
+    @cached_property
+    def identities(self) -> set[tuple[Any, ...]]:
+        return {_identity(item.config) for item in self.final()}
+
+
+@cache
+def jobs_of(file: str) -> list[Job]:
+    """The runs of a study file whose grids do not grow."""
+    return Study.read(HERE / file, Path("studies")).jobs()
 
 
 SENSITIVITY: dict[str, tuple[str, ...]] = {
@@ -315,6 +340,9 @@ FILES = (
     ("transfer", "transfer-20M.toml"),
     ("transfer", "transfer-40M.toml"),
     ("transfer", "transfer-80M.toml"),
+    ("rates", "rates-80M.toml"),
+    ("defaults", "defaults.toml"),
+    ("scaling", "scaling.toml"),
 )
 """Study files in the order in which they run, each with the folder of its runs."""
 
@@ -329,3 +357,9 @@ def varied(key: str, value: str, chosen: Settings) -> Settings:
 
 def _times(settings: Settings, key: str, factor: float) -> Settings:
     return settings | {key: float(f"{settings[key] * factor:.3g}")}
+
+
+def _identity(config: TrainConfig) -> tuple[Any, ...]:
+    """What decides the loss of a run."""
+    plan = make_plan(dataclasses.replace(config, device="cpu"))
+    return plan.config.model.resolved(), plan.config.optimizer, plan.config.data, plan.steps, config.seed

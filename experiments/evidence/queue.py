@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import gzip
-import io
 import json
 import os
 import shutil
@@ -38,16 +37,21 @@ STAGES = {
     "relatives": "relatives of Muon",
     "optimizers": "Muon at 100M tokens",
     "transfer": "rates of small models for larger ones",
+    "rates": "test of these rates",
+    "defaults": "the defaults at 32M",
+    "scaling": "7 other sizes",
 }
 """Stages in words; those with a number are the parts of docs/evidence.md."""
+ON_DEMAND = ("defaults", "scaling")
+"""Stages that run only if they are named: rules.toml must carry what the tuning found first."""
 OVERHEAD_SECONDS = 6.0
 """Compiling, evaluation, and the start of a run; measured: 3 to 18."""
 ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
 """Analysis of a model, not measured at this size; scoring all tasks took 34 s."""
 MARGIN, RESERVE_SECONDS = 1.08, 8.0
 """A run is started if its estimate, times the margin, ends this long before the limit."""
-KEPT_EVERY = 10
-"""Of the records of training steps, every tenth is kept in the archive."""
+KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
+"""Of the records of training steps, every tenth is stored, in a file of this name."""
 ARCHIVE_BYTES = 15 << 20
 
 Adapt = Callable[[TrainConfig], TrainConfig]
@@ -137,7 +141,8 @@ class Queue:
         with kept_compilation():
             while True:
                 left, limit = seconds - RESERVE_SECONDS - (time.monotonic() - begin), None
-                ready = (i for i in self.pending(stages) if startable(i) and i.folder not in failed)
+                called = (i for i in self.pending(stages) if i.stage in stages or i.stage not in ON_DEMAND)
+                ready = (i for i in called if startable(i) and i.folder not in failed)
                 first = next(ready, None)
                 item = next((i for i in chain([first], ready) if i and MARGIN * self.seconds(i) < left), None)
                 if item is None and carry_over and left > 4 * OVERHEAD_SECONDS:
@@ -174,6 +179,7 @@ class Queue:
         if item.analysed and summary.status == "finished":
             look_inside(folder, requests if item.evaluated else None)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
         return summary
 
     def table(self, stages: Sequence[str] = ()) -> Table:
@@ -252,12 +258,9 @@ def pack(runs: Path, archive: Path) -> None:
             folder = summary.parent
             if ended(folder) is None:
                 continue
-            for file in ("config.toml", "summary.json", "analysis.json"):
-                if (folder / file).exists():
-                    tar.add(folder / file, folder.relative_to(runs) / file)
-            for file in sorted(folder.glob("eval/**/*.*")):
+            named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
+            for file in [file for file in named if file.exists()] + sorted(folder.glob("eval/**/*.*")):
                 tar.add(file, file.relative_to(runs))
-            _add(tar, folder.relative_to(runs) / "metrics.jsonl.gz", thinned((folder / "metrics.jsonl").read_bytes()))
     if (size := part.stat().st_size) > ARCHIVE_BYTES:
         print(f"{archive}: {size / 1e6:.1f} MB are more than {ARCHIVE_BYTES / 1e6:.0f}", flush=True)
     part.rename(archive)
@@ -270,12 +273,6 @@ def thinned(metrics: bytes) -> bytes:
     last = max((step for step in steps if step is not None), default=0)
     kept = (line for line, s in zip(lines, steps, strict=True) if s is None or s % KEPT_EVERY == 0 or s in (1, last))
     return gzip.compress(b"".join(kept), 9, mtime=0)
-
-
-def _add(tar: tarfile.TarFile, name: Path, content: bytes) -> None:
-    entry = tarfile.TarInfo(str(name))
-    entry.size = len(content)
-    tar.addfile(entry, io.BytesIO(content))
 
 
 def rehearsal(data: Path) -> Adapt:

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -181,9 +182,10 @@ def items(loss: Losses) -> "Iterator[Item]":
             rates = {"name": "muon", **RATES}
             data = {"path": "data/one", "tuning_split": 0.01}
             common = {"tokens": "40M", "batch_tokens": 65536, "eval_tokens": 1_000_000_000, "layers_every": 0}
-            config = configured({"model": MODEL, "data": data, "optimizer": rates}, common, own, {"seed": seed})
+            tables = {"model": MODEL, "data": data, "optimizer": rates}
+            build = partial(configured, tables, common, own, {"seed": seed})
             waits = seed != SEEDS[0] and math.isnan(first_difference(loss, name))
-            yield Item(STAGE, folder_name(name, seed), config, change=name, provisional=waits)
+            yield Item(STAGE, folder_name(name, seed), build, change=name, provisional=waits)
 
 
 def first_difference(loss: Losses, name: str) -> float:
