@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from angpt.analysis.analyse import Analysis
 from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
+from angpt.evaluation.requests import Origin, Requests
 from angpt.serialization import read_toml
 from angpt.stats import Interval
 from angpt.studies.jobs import ended
@@ -277,6 +279,7 @@ def test_a_failure_costs_no_other_run(tmp_path, trained, monkeypatch, capsys):
 def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     """Runs train, weights go, a run that is stopped goes on in the next call, every relative of Muon changes it."""
     tokens.make_up(tmp_path)
+    monkeypatch.setattr(relatives, "SEEDS", (0,))
     adapt = rehearsal(tmp_path)
     q = Queue(tmp_path / "runs", tmp_path / "evidence", adapt, Speed({}, 1e12))
     q.run(60.0, tmp_path / "a.tar", stages=["relatives"])
@@ -290,6 +293,17 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     assert (relatives.muon.descend_, relatives.Optimizer.update) == (relatives.ORIGINAL[1], relatives.ORIGINAL[2])
 
     item = next(q.pending(["tuning"]))
+    origin = Origin("piqa", "data", None, "0.4", "tokenizer")
+    scored = tmp_path / "requests"
+    scored.mkdir()
+    Requests.of(origin, 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])]).save(scored / "piqa.safetensors")
+    inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True)
+    q.train(inside, None, scored, "")
+    folder = tmp_path / "runs" / "tuning" / "inside"
+    assert Analysis.read(folder / "analysis.json").runs[0].norms is not None
+    assert list(folder.glob("eval/scores/*"))
+    assert not (folder / "checkpoints").exists()
+
     long = dataclasses.replace(item.config, tokens=str(256 * 4000), eval_every=4000)
     longer = dataclasses.replace(item, build=lambda: long)
     stopped = q.train(longer, 1.0, None, "")
@@ -298,7 +312,9 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
     pack(tmp_path / "runs", tmp_path / "b.tar")
     with tarfile.open(tmp_path / "b.tar") as tar:
-        assert not [name for name in tar.getnames() if name.startswith("tuning/")]
+        names = tar.getnames()
+        assert "tuning/inside/analysis.json" in names
+        assert not [name for name in names if name.startswith(str(item.folder))]
     again = q.train(longer, 1.0, None, "")
     assert again.step > stopped.step
 

@@ -9,6 +9,7 @@ python -m experiments.evidence pages                 # tables and figures of doc
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -66,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(queue.table(args.stages).markdown())
         print("\n" + "\n".join(queue.lines(args.stages)))
     else:
+        args.archive = args.archive.resolve()
+        os.chdir(ROOT)  # configurations name their data from here
         if args.parts is not None:
             tokens.arrange(args.parts, ROOT)
             print(f"{time.monotonic() - START:5.0f} s  tokens are extracted", flush=True)
