@@ -47,6 +47,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -m angpt.analysis.toy docs/figures
 	$(BIN)/python .ci/dependencies.py
 	$(BIN)/python .ci/results.py
+	$(BIN)/python -m experiments.evidence pages
 
 # The documentation as a site, in site/; a broken link is an error.
 docs-site: $(INSTALLED)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from angpt.present.tables import Table
+from angpt.present.tables import Table, replace_marked
 from angpt.present.words import interval, label, overhead, speedup
 from angpt.results import RESULT, Result
 from angpt.studies.folders import summarise_runs
@@ -47,10 +47,7 @@ def table(result: Result) -> str:
 def generate(text: str, found: dict[str, Result]) -> str:
     """The text of a page with up-to-date tables."""
     for name, result in found.items():
-        before, mark, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition("<!-- end -->\n")
-        if mark and end:
-            text = before + mark + table(result) + end + after
+        text = replace_marked(text, name, table(result))
     return text
 
 

@@ -145,6 +145,27 @@ def difference(one: tuple[float, float, float], two: tuple[float, float, float])
     return Difference(Interval.around(value, error, freedom), p_value)
 
 
+def welch_test(one: Sequence[float], two: Sequence[float]) -> Difference:
+    """The mean of `two` minus that of `one`, by Welch's test of independent samples."""
+    import numpy as np
+
+    parts = [
+        (float(np.mean(x)), float(np.std(x, ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0, len(x) - 1)
+        for x in (one, two)
+    ]
+    return difference(*parts)
+
+
+def holm(p_values: Sequence[float], tests: int | None = None) -> list[float]:
+    """P-values after Holm's correction for this many tests, those given unless stated: others count as larger."""
+    count, largest = tests or len(p_values), 0.0
+    adjusted = [0.0] * len(p_values)
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (count - place) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def relative_change(
     values: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation
 ) -> Interval:

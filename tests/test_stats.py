@@ -14,10 +14,12 @@ from angpt.stats import (
     difference,
     edge,
     geometric_mean,
+    holm,
     mean_interval,
     pooled_deviation,
     relative_change,
     welch,
+    welch_test,
 )
 
 
@@ -128,6 +130,28 @@ def test_welch_is_that_of_scipy():
     interval = expected.confidence_interval(0.95)
     assert found.p_value == pytest.approx(expected.pvalue)
     assert (found.estimate.low, found.estimate.high) == pytest.approx((interval.low, interval.high))
+
+
+def test_welchs_test_of_samples_is_that_of_scipy():
+    one, two = [3.486, 3.491, 3.480], [3.453, 3.460, 3.456, 3.470]
+    found, expected = welch_test(one, two), stats.ttest_ind(two, one, equal_var=False)
+    assert found.p_value == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval()
+    assert (found.estimate.low, found.estimate.high) == pytest.approx((interval.low, interval.high))
+    assert welch_test([3.0], [2.0]).p_value is None
+
+
+def test_holms_correction():
+    """An obvious restatement: the k-th smallest is multiplied by the number of those that are not smaller."""
+    p_values = [0.01, 0.04, 0.03, 0.005]
+    assert holm(p_values) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm(p_values, tests=12) == pytest.approx([0.11, 0.36, 0.3, 0.06])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        p_values = rng.uniform(0, 0.2, size=7).tolist()
+        order = sorted(p_values)
+        expected = [max(min(1, (7 - k) * order[k]) for k in range(order.index(p) + 1)) for p in p_values]
+        assert holm(p_values) == pytest.approx(expected)
 
 
 def test_a_difference_without_freedom_says_so():

@@ -71,6 +71,13 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', BAR) for cell in marked)} |"
 
 
+def replace_marked(page: str, name: str, text: str) -> str:
+    """A page with other text between `<!-- name -->` and the next `<!-- end -->`; as it is if it has no such marks."""
+    before, mark, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->\n")
+    return before + mark + text + end + after if mark and end else page
+
+
 def show(console: "Console", *tables: Table) -> None:
     """Print tables without wrapping cells, except in tables of prose; the terminal wraps lines that are too long."""
     from rich.console import Console

@@ -1,0 +1,142 @@
+"""The page where each table and figure of the paper stands with what we found and a verdict."""
+
+import math
+
+from angpt.config import Recipe
+from angpt.fits.hparams import fit_hparams
+from angpt.fits.reading import read_table
+from angpt.present.tables import Table
+from angpt.present.words import bracketed, label, overhead
+from experiments.evidence import paper
+from experiments.evidence.protocol import BUDGETS, EVIDENCE, TIE
+from experiments.evidence.results import Results, curve
+from experiments.evidence.tables import ablation, improvements
+
+Finding = tuple[str, str]
+"""What we found, in words, and the verdict."""
+TOO_LARGE: Finding = ("", paper.NOT_HERE)
+
+
+def exhibits(results: Results) -> Table:
+    """Every table and figure of the paper with a verdict."""
+    ablations = "[table](#ablations)"
+    speed = {name: speed_up(results, name) for name in paper.SPEED_UPS}
+    time = {name: step_time(results, name) for name in paper.STEP_TIMES}
+    inside = {start: claim(results, start) for start in CLAIMS}
+    found: list[tuple[str, str, Finding]] = [
+        ("Figure 1", "input norms grow with depth in GPT+, little in anGPT, not in nGPT", inside["The residual norm"]),
+        ("Table 1", "the architectures", ("[the same, from the code](../table1.md)", paper.HOLDS)),
+        ("Figures 2, G.1", "the best rate of anGPT falls with size; its best batch grows", rates()),
+        ("Figure 3", "anGPT needs 1.4 times fewer tokens than GPT+", speed["angpt"]),
+        ("Figure 3", "nGPT needs 1.29 times fewer tokens than GPT+", speed["ngpt"]),
+        ("Table 2", "a step of anGPT takes 2.75 % more time than one of GPT+", time["angpt"]),
+        ("Table 2", "a step of nGPT takes 9.60 % more time than one of GPT+", time["ngpt"]),
+        ("Figures 4, J.1, Table J.1", "scaling laws from 32M to 1B have nearly equal exponents", TOO_LARGE),
+        ("Figure 5", "steps from GPT to anGPT", (ablations, worst(results, "gpt+/no-qk-norm", paper.STEPS))),
+        ("Figure A.1", "DyT is worse than GPT+, LN scaling equal", (ablations, worst(results, "gpt+", paper.RELATED))),
+        ("Figure B.1", "Adam's first moment spikes early in GPT+, not in anGPT", inside["Adam's first moment"]),
+        ("Figure B.2", "without warm-up the peaks are higher", inside["Without warm-up"]),
+        ("Figure C.1", "γ of GPT+ grows with the input norm", inside["γ of GPT+"]),
+        ("Table F.1", "sizes and parameter counts", ("the same to the printed digits (a test)", paper.HOLDS)),
+        ("Table F.2", "anGPT needs neither warm-up nor decay, GPT+ both", fewer_settings(results)),
+        ("Figure H.1", "losses of nGPT's public code at 0.5B", TOO_LARGE),
+        ("Figure H.2", "anGPT needs 2.0 times fewer tokens than GPT+ without QK norm", TOO_LARGE),
+        ("Figure I.1", "the speed-up is the same at 250M and 1B", TOO_LARGE),
+        ("Table K.1", "anGPT is better than GPT+ on tasks", tasks_verdict(results)),
+        ("Table L.1", "the factors matter, above all that of the residual", (ablations, worst_ablation(results))),
+        ("Figure M.1", "α rises from 0.05 to 0.12–0.25", inside["α rises"]),
+        ("Table N.1", "output over input norm of blocks is near 1 in anGPT", inside["Output over input norm"]),
+        ("Table N.2", "a constant is within 2 % of the norm that it replaces", inside["The error of a constant"]),
+        ("Table O.1", "a repeated token changes norms more in GPT+ than in anGPT", inside["On a repeated token"]),
+        ("Figure P.1", "rows of anGPT's weights stay close to length 1", inside["Although only bounded"]),
+    ]
+    rows = [(place, theirs, *ours) for place, theirs, ours in found]
+    return Table(("", "the paper", "ours", "verdict"), rows, prose=True)
+
+
+CLAIMS = (
+    "The residual norm", "Adam's first moment", "Without warm-up", "γ of GPT+", "α rises", "Output over input norm",
+    "The error of a constant", "On a repeated token", "Although only bounded",
+)  # fmt: skip
+"""How the claims of `angpt.analysis.claims` begin."""
+
+
+def claim(results: Results, start: str) -> Finding:
+    """Claims about the inside of models, which all must hold."""
+    models = "final runs" if results.analysed else "earlier models, 39M tokens"
+    found = [(text, holds) for said, text, holds in results.claims if said.startswith(start)]
+    if not found:
+        return "", paper.NOT_RUN
+    verdict = paper.HOLDS if all(holds for _, holds in found) else paper.FAILS
+    return f"{' '.join(text for text, _ in found)} ({models})", verdict
+
+
+def speed_up(results: Results, recipe: Recipe) -> Finding:
+    mean = results.mean_speed_up(recipe)
+    if mean is not None:
+        return f"{bracketed(mean, '.2f', '×')}, mean over budgets", paper.judged(mean, paper.SPEED_UPS[recipe], 1.0)
+    ran = any(results.row(recipe, budget, results.with_adam) for budget in BUDGETS)
+    return ("[bounds only](#speed-up)", paper.OPEN) if ran else ("", paper.NOT_RUN)
+
+
+def step_time(results: Results, recipe: Recipe) -> Finding:
+    """The time per step in the final runs. At most the paper's increase is what its claim of little overhead needs."""
+    ours = results.overhead(recipe)
+    if ours is None:
+        return "[0.5B, one H200](../performance.md)", paper.NOT_RUN
+    holds = ours.high is not None and ours.high <= paper.STEP_TIMES[recipe]
+    text = f"{overhead(ours)} at 32M; [0.5B](../performance.md)"
+    return text, paper.HOLDS if holds else paper.OPEN if ours.covers(paper.STEP_TIMES[recipe]) else paper.FAILS
+
+
+def rates() -> Finding:
+    """The exponent of the best learning rate over the size, from the sweeps of docs/evidence/transfer."""
+    fit = fit_hparams(read_table([EVIDENCE / "transfer"], ("batch_tokens", "lr")))
+    exponent = next(t.lr.law.exponents["parameters"] for t in fit.trends if t.architecture == "angpt")
+    verdict = paper.HOLDS if exponent.high is not None and exponent.high < 0 else paper.OPEN
+    return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M; batch: not testable here", verdict
+
+
+def fewer_settings(results: Results) -> Finding:
+    """Warm-up and decay help GPT+ by more than a tie, and anGPT by less."""
+    keys, protocol = ("optimizer.warmup", "optimizer.weight_decay"), results.protocol
+    gains = {}
+    for arm in ("gpt+", "angpt"):
+        for key in keys:
+            found = {float(value): loss for value, loss in curve(protocol, arm, key).items()}
+            if not protocol.tuned or None in found.values():
+                return "[curves](#sensitivity)", paper.NOT_RUN
+            losses = {value: loss for value, loss in found.items() if loss is not None}
+            gains[arm, key] = losses[0.0] - min(loss for value, loss in losses.items() if value > 0)
+    text = "; ".join(f"{label(a)}, {key[10:]}: {gain:+.3f}" for (a, key), gain in gains.items())
+    needs = {arm: [gains[arm, key] > TIE for key in keys] for arm in ("gpt+", "angpt")}
+    verdict = paper.FAILS if any(needs["angpt"]) else paper.HOLDS if all(needs["gpt+"]) else paper.WEAK
+    return f"gain by it: {text}; [curves](#sensitivity)", verdict
+
+
+ORDER = (paper.NOT_RUN, paper.FAILS, paper.OPEN, paper.WEAK, paper.HOLDS)
+"""Verdicts from the one that decides for a whole table to the one that all of its rows must have."""
+
+
+def worst(results: Results, base: Recipe, of_paper: dict[str, float]) -> str:
+    found = [row[-1] for row in improvements(results, base, of_paper).rows[1:]]
+    return min(found, key=ORDER.index)
+
+
+def worst_ablation(results: Results) -> str:
+    found = [row[-1] for row in ablation(results).rows if row[-1]]
+    return min(found, key=ORDER.index)
+
+
+def tasks_verdict(results: Results) -> Finding:
+    one, two = results.tasks("gpt+"), results.tasks("angpt")
+    if one is None or two is None:
+        return "[table](#tasks)", paper.NOT_RUN
+    better = worse = 0
+    for task in paper.TASKS:
+        a, b = one.task(task), two.task(task)
+        if a and b and a.stderr and b.stderr and abs(a.value - b.value) > 2 * math.hypot(a.stderr, b.stderr):
+            gain = (b.value - a.value) * (1 if a.metric == "acc" else -1)
+            better, worse = better + (gain > 0), worse + (gain < 0)
+    verdict = paper.FAILS if worse > better else paper.HOLDS if better >= 4 else paper.WEAK if better else paper.OPEN
+    return f"better on {better}, worse on {worse} by two standard errors; [table](#tasks)", verdict

@@ -1,0 +1,365 @@
+"""The protocol of docs/evidence.md as code: which runs it calls for, in their order, and the choice of settings.
+
+Everything here is a function of the run folders: the trials that have ended decide the edge rule and the choice, the
+choice decides the settings of the final runs, ablations and sensitivity runs. Nothing is typed in."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from angpt.config import Recipe, TrainConfig
+from angpt.serialization import from_dict
+from angpt.studies.grid import folder_name
+from angpt.studies.jobs import Job, ended
+from angpt.studies.study import Study
+from angpt.training.plan import make_plan
+
+HERE = Path(__file__).resolve().parent
+EVIDENCE = HERE.parents[1] / "docs" / "evidence"
+TRIALS = EVIDENCE / "trials.json"
+
+ARCHITECTURES = ("gpt+", "ngpt", "angpt")
+ARMS: tuple[Recipe, ...] = (*ARCHITECTURES, *(f"{name}:muon" for name in ARCHITECTURES))
+ADAM = {  # log-uniform ranges; β₂ is 0.95 or 0.99
+    "gpt+": {"optimizer.lr": (1e-3, 1.6e-2), "optimizer.weight_decay": (0.03, 1), "optimizer.warmup": (0.01, 0.2)},
+    "ngpt": {"optimizer.lr": (4e-3, 6.4e-2), "model.stored_scale": (1 / 64, 1 / 4)},  # 1/√256 × 1/4 … 4
+    "angpt": {"optimizer.lr": (3e-3, 4.8e-2), "model.stored_scale": (0.001, 0.03)},
+}
+MUON_LR = (7.5e-3, 0.12)
+TRIED, ADDED, SOBOL_SEED = 12, 4, 20
+"""Trials of every arm, those that the edge rule adds to every arm, and the seed of their sequence."""
+EDGE = 2
+"""The best trial is at the edge if its rate is one of so many lowest or highest of its arm."""
+TIE = 0.01
+"""Trials within so many nats of the best of their arm are named beside it."""
+RATES = ("optimizer.lr", "optimizer.adam_lr")
+SEEDS = (1, 2, 3)
+BUDGETS = {"80M": ARMS, "160M": ARMS, "320M": ARMS}
+LARGEST = {"640M": ("gpt+", "angpt", "gpt+:muon", "angpt:muon")}
+INSIDE = ("320M", "640M")
+"""Budgets at which the models of the first seed are analysed and evaluated on tasks, as long as their weights exist."""
+DATA = {"data/one": 1, "data/tuning": 2, "data/all": 4}
+"""Folders of tokens, and how many parts of the text each has."""
+
+SHARED: dict[str, Any] = {
+    "batch_tokens": 65536,
+    "micro_batch": 32,
+    "eval_tokens": 1_000_000_000,  # the whole split
+    "layers_every": 0,
+    "model": {"d_model": 256, "n_layers": 6, "n_heads": 4},
+}
+TRIAL = {
+    "tokens": "80M",
+    "eval_every": 245,
+    "checkpoint_every": 1221,
+    "data": {"path": "data/tuning", "tuning_split": 0.01},
+}
+
+ABLATIONS = {
+    "angpt": (
+        "angpt/const-x0.5", "angpt/const-x2", "angpt/all-x0.5", "angpt/all-x2", "angpt/no-const",
+        "angpt/no-residual-factor", "angpt/no-factors", "angpt/no-lerp",
+    ),
+    "ngpt": ("ngpt/lerp-factor", "ngpt/bounded"),
+    "gpt+": ("gpt+/no-qk-norm",),
+}  # fmt: skip
+"""Rows of the paper's tables of ablations, which have the settings of their architecture."""
+RELATED = ("gpt+/ln-scaling", "gpt+/dyt")
+"""Related work, whose learning rate is searched as in the paper, the other settings being those of GPT+."""
+RELATED_RATES = (0.5, 1.0, 2.0)
+ABLATION_SEEDS = (1, 2)
+
+Settings = dict[str, Any]
+"""Values of settings by their dotted names."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A run that the protocol calls for."""
+
+    stage: str
+    name: str
+    build: Callable[[], TrainConfig]
+    """Makes the configuration, which takes longer than to find that the run has ended."""
+    change: str = ""
+    """Name of a change of Muon (relatives.py)."""
+    provisional: bool = False
+    """True while the runs that decide its settings have not ended: it cannot start."""
+    analysed: bool = False
+    """True if the model is analysed after its training, as long as its weights exist."""
+    evaluated: bool = False
+    """True if it is also evaluated on tasks."""
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.stage) / self.name
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        return self.build()
+
+
+def arm_name(recipe: Recipe) -> str:
+    """The name of an arm in names of trials: gpt+-adam, angpt-muon."""
+    return folder_name(recipe) if ":" in recipe else f"{recipe}-adam"
+
+
+def configured(*layers: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a run from tables and dotted names, of which later ones win."""
+    values: dict[str, Any] = {"model": {}, "data": {}, "optimizer": {}}
+    for layer in layers:
+        for key, value in layer.items():
+            group, _, last = key.rpartition(".")
+            if isinstance(value, Mapping):
+                values[key] = values[key] | dict(value)
+            else:
+                (values[group] if group else values)[last] = value
+    return from_dict(TrainConfig, values)
+
+
+def make_trials() -> dict[str, Settings]:
+    """Settings of every trial by name, a scrambled Sobol sequence for each arm, in the order in which they run."""
+    from scipy.stats import qmc
+
+    found = {}
+    for recipe in ARMS:
+        architecture, _, optimizer = recipe.partition(":")
+        space = dict(ADAM[architecture])
+        if optimizer:
+            space = {"optimizer.lr": MUON_LR, "optimizer.adam_lr": space.pop("optimizer.lr"), **space}
+        points = qmc.Sobol(len(space) + 1, rng=SOBOL_SEED).random(TRIED + ADDED).tolist()
+        for i, point in enumerate(points):
+            ranges = zip(point, space.items(), strict=False)
+            values = {key: float(f"{low * (high / low) ** u:.3g}") for u, (key, (low, high)) in ranges}
+            name = {"model.architecture": architecture} | ({"optimizer.name": optimizer} if optimizer else {})
+            last = {"optimizer.beta2": 0.95 if point[-1] < 0.5 else 0.99}
+            found[f"{arm_name(recipe)}-{i:02d}"] = {**name, **values, **last}
+    return dict(sorted(found.items(), key=lambda item: item[0][-2:]))
+
+
+@dataclass(frozen=True)
+class Trial:
+    name: str
+    settings: Settings
+    loss: float | None
+    """Tuning loss; infinite if the run diverged, None if it has not ended."""
+
+    @property
+    def number(self) -> int:
+        return int(self.name[-2:])
+
+
+class Protocol:
+    """The protocol at the state of some run folders; of folders with the same run the first counts.
+
+    An object is a snapshot: it does not see runs that end after it has asked for them."""
+
+    def __init__(
+        self, roots: tuple[Path, ...] = (EVIDENCE,), adapt: Callable[[TrainConfig], TrainConfig] | None = None
+    ) -> None:
+        self.roots, self.adapt = roots, adapt or (lambda config: config)
+        self.loss, self.trials, self.edges = cache(self._loss), cache(self._trials), cache(self._edges)
+
+    def _loss(self, stage: str, name: str) -> float | None:
+        """The loss of a run at its end; infinite if it diverged, None if it has not ended."""
+        for root in self.roots:
+            if (summary := ended(root / stage / name)) is not None:
+                finished = summary.status == "finished" and summary.val_loss is not None
+                return summary.val_loss if finished else math.inf
+        return None
+
+    @cached_property
+    def points(self) -> dict[str, Settings]:
+        found: dict[str, Settings] = json.loads(TRIALS.read_text(encoding="utf-8"))
+        return found
+
+    def _trials(self, recipe: Recipe, extended: bool) -> list[Trial]:
+        """The trials of an arm; `extended` by those of the edge rule."""
+        names = [name for name in self.points if name.startswith(f"{arm_name(recipe)}-")]
+        found = []
+        for name in names[: TRIED + ADDED if extended else TRIED]:
+            settings = self.points[name]
+            if int(name[-2:]) >= TRIED:
+                shifts = self.edges(recipe)
+                settings = settings | {k: float(f"{settings[k] * 2.0**side:.3g}") for k, side in shifts.items()}
+            found.append(Trial(name, settings, self.loss("tuning", name)))
+        return found
+
+    def _edges(self, recipe: Recipe) -> dict[str, int]:
+        """The rates of the best of the first trials of an arm that are at the edge: −1 the lowest, 1 the highest."""
+        first = self.trials(recipe, extended=False)
+        best = self.best(first)
+        found = {}
+        for key in RATES if best else ():
+            rates = sorted(trial.settings[key] for trial in first if key in trial.settings)
+            if rates and best.settings[key] in rates[:EDGE]:
+                found[key] = -1
+            elif rates and best.settings[key] in rates[-EDGE:]:
+                found[key] = 1
+        return found
+
+    @staticmethod
+    def best(trials: list[Trial]) -> Trial | None:
+        """The trial with the lowest loss so far."""
+        known = [trial for trial in trials if trial.loss is not None and trial.loss < math.inf]
+        return min(known, key=lambda trial: trial.loss or 0.0, default=None)
+
+    @cached_property
+    def first_done(self) -> bool:
+        return all(trial.loss is not None for arm in ARMS for trial in self.trials(arm, extended=False))
+
+    @cached_property
+    def extended(self) -> bool:
+        """True if the edge rule adds trials, by what is known so far."""
+        return any(self.edges(arm) for arm in ARMS)
+
+    @cached_property
+    def tuned(self) -> bool:
+        """True if every trial that the protocol calls for has ended: settings are chosen."""
+        return all(trial.loss is not None for arm in ARMS for trial in self.trials(arm, self.extended))
+
+    def chosen(self, recipe: Recipe) -> Trial:
+        """The best trial of an arm; before one has ended, the first."""
+        trials = self.trials(recipe, self.extended)
+        return self.best(trials) or trials[0]
+
+    def items(self) -> Iterator[Item]:
+        """Every run that the protocol calls for, in its order."""
+        for items in (self.tuning, self.final, self.ablation, self.sensitivity, self.files):
+            for item in items():
+                yield dataclasses.replace(item, build=partial(self._adapted, item))
+
+    def _adapted(self, item: Item) -> TrainConfig:
+        return self.adapt(item.config)
+
+    def tuning(self) -> Iterator[Item]:
+        """Trial n of every arm before trial n + 1 of any."""
+        trials = [trial for arm in ARMS for trial in self.trials(arm, self.extended)]
+        for trial in sorted(trials, key=lambda trial: trial.number):
+            open_rule = trial.number >= TRIED and not self.first_done
+            build = partial(configured, SHARED, TRIAL, trial.settings)
+            yield Item("tuning", trial.name, build, provisional=open_rule)
+
+    def final(self) -> Iterator[Item]:
+        """The chosen settings with fresh seeds on all of the text, small budgets first, seed by seed."""
+        for budget, arms in {**BUDGETS, **LARGEST}.items():
+            for seed in SEEDS if budget in BUDGETS else SEEDS[:1]:
+                for arm in arms:
+                    inside = budget in INSIDE and seed == SEEDS[0]
+                    item = self.reported("final", arm, budget, seed, self.chosen(arm).settings, inside)
+                    yield dataclasses.replace(item, analysed=inside, evaluated=inside)
+
+    def reported(
+        self, stage: str, recipe: Recipe, budget: str, seed: int, settings: Settings, recorded: bool = False
+    ) -> Item:
+        """A run on all four parts that is evaluated on the validation file; `recorded`: with records of each layer."""
+        steps = round(float(budget[:-1]) * 1e6 / SHARED["batch_tokens"])
+        own = {"tokens": budget, "seed": seed, "checkpoint_every": steps, "data.path": "data/all"}
+        own |= {"layers_every": None, "record_moments": True} if recorded else {}
+        name = f"{folder_name(recipe)}-{budget}-s{seed}"
+        build = partial(configured, SHARED, settings, own, {"model.architecture": recipe.partition(":")[0]})
+        return Item(stage, name, build, provisional=not self.tuned)
+
+    def ablation(self) -> Iterator[Item]:
+        """Variants at 80M tokens; anGPT, GPT+ and nGPT themselves, and double the budget, are final runs."""
+        base = self.chosen("gpt+").settings
+        for recipe in RELATED:
+            for factor in RELATED_RATES:
+                yield self.rate_trial(recipe, base, factor)
+        for seed in ABLATION_SEEDS:
+            yield self.reported("ablation", "angpt", "40M", seed, self.chosen("angpt").settings)
+            for architecture, variants in ABLATIONS.items():
+                for variant in variants:
+                    yield self.reported("ablation", variant, "80M", seed, self.chosen(architecture).settings)
+            for recipe in RELATED:
+                factor, known = self.related_rate(recipe)
+                item = self.reported("ablation", recipe, "80M", seed, _times(base, "optimizer.lr", factor))
+                yield dataclasses.replace(item, provisional=item.provisional or not known)
+
+    def rate_trial(self, recipe: Recipe, base: Settings, factor: float) -> Item:
+        settings = _times(base, "optimizer.lr", factor) | {"model.architecture": recipe}
+        name = f"{folder_name(recipe)}-rate-x{factor:g}"
+        return Item("ablation", name, partial(configured, SHARED, TRIAL, settings), provisional=not self.tuned)
+
+    def related_rate(self, recipe: Recipe) -> tuple[float, bool]:
+        """The factor of the learning rate with the lowest tuning loss, and whether all of them are known."""
+        losses = {f: self.loss("ablation", f"{folder_name(recipe)}-rate-x{f:g}") for f in RELATED_RATES}
+        known = {factor: loss for factor, loss in losses.items() if loss is not None}
+        return min(known, key=lambda f: known[f], default=1.0), len(known) == len(losses)
+
+    def sensitivity(self) -> Iterator[Item]:
+        """Learning rate, warm-up and decay around the chosen settings, on the tuning split, seed 0."""
+        for key, values in SENSITIVITY.items():
+            for value, arm in product(values, ARMS):
+                if value == "0" and not arm.startswith("gpt+"):
+                    continue  # the chosen settings have neither warm-up nor decay
+                chosen = self.chosen(arm).settings
+                settings = chosen | varied(key, value, chosen)
+                name = f"{arm_name(arm)}-{key.rpartition('.')[2]}-{value}"
+                # The first moment of GPT+ without warm-up is a figure of the paper.
+                moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
+                build = partial(configured, SHARED, TRIAL, settings, {"record_moments": moments})
+                yield Item("sensitivity", name, build, provisional=not self.tuned, analysed=moments)
+
+    def files(self) -> Iterator[Item]:
+        """Relatives of Muon, and the runs of study files beside this module."""
+        from experiments.evidence import relatives
+
+        yield from relatives.items(self.loss)
+        for stage, name in FILES:
+            for job in jobs_of(name):
+                waits = stage in ("defaults", "scaling") and not self.tuned
+                if stage != "defaults" or _identity(job.config) not in self.identities:
+                    yield Item(stage, job.folder.name, partial(getattr, job, "config"), provisional=waits)
+
+    @cached_property
+    def identities(self) -> set[tuple[Any, ...]]:
+        return {_identity(item.config) for item in self.final()}
+
+
+@cache
+def jobs_of(file: str) -> list[Job]:
+    """The runs of a study file whose grids do not grow."""
+    return Study.read(HERE / file, Path("studies")).jobs()
+
+
+SENSITIVITY: dict[str, tuple[str, ...]] = {
+    "optimizer.lr": ("x0.25", "x0.5", "x2", "x4"),
+    "optimizer.warmup": ("0", "0.1"),
+    "optimizer.weight_decay": ("0", "0.1", "1"),
+}
+"""Settings that are varied one at a time; a value with x multiplies the chosen one."""
+FILES = (
+    ("optimizers", "optimizers.toml"),
+    ("transfer", "transfer-20M.toml"),
+    ("transfer", "transfer-40M.toml"),
+    ("transfer", "transfer-80M.toml"),
+    ("rates", "rates-80M.toml"),
+    ("defaults", "defaults.toml"),
+    ("scaling", "scaling.toml"),
+)
+"""Study files in the order in which they run, each with the folder of its runs."""
+
+
+def varied(key: str, value: str, chosen: Settings) -> Settings:
+    """The settings that a sensitivity run changes. With Muon, both rates are multiplied."""
+    if not value.startswith("x"):
+        return {key: float(value)}
+    factor = float(value[1:])
+    return {k: float(f"{chosen[k] * factor:.3g}") for k in RATES if k in chosen}
+
+
+def _times(settings: Settings, key: str, factor: float) -> Settings:
+    return settings | {key: float(f"{settings[key] * factor:.3g}")}
+
+
+def _identity(config: TrainConfig) -> tuple[Any, ...]:
+    """What decides the loss of a run."""
+    plan = make_plan(dataclasses.replace(config, device="cpu"))
+    return plan.config.model.resolved(), plan.config.optimizer, plan.config.data, plan.steps, config.seed

@@ -1,0 +1,293 @@
+"""Runs what the protocol calls for and has not ended, in its order, in one process, within a time limit."""
+
+import dataclasses
+import gc
+import gzip
+import json
+import os
+import shutil
+import signal
+import statistics
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from angpt.config import TrainConfig
+from angpt.present.tables import Table
+from angpt.present.words import duration, plural
+from angpt.studies.jobs import Job, bring_to_end, ended
+from angpt.training.plan import make_plan
+from angpt.training.record import newest_values
+from angpt.training.reporter import Quiet
+from angpt.training.run import Run, Summary
+from experiments.evidence import relatives
+from experiments.evidence.protocol import DATA, EVIDENCE, Item, Protocol
+
+STAGES = {
+    "tuning": "1 tuning trials",
+    "final": "2 final runs: losses and speed-up",
+    "ablation": "3 ablations and related work",
+    "sensitivity": "4 sensitivity",
+    "relatives": "relatives of Muon",
+    "optimizers": "Muon at 100M tokens",
+    "transfer": "rates of small models for larger ones",
+    "rates": "test of these rates",
+    "defaults": "the defaults at 32M",
+    "scaling": "7 other sizes",
+}
+"""Stages in words; those with a number are the parts of docs/evidence.md."""
+ON_DEMAND = ("defaults", "scaling")
+"""Stages that run only if they are named: rules.toml must carry what the tuning found first."""
+OVERHEAD_SECONDS = 6.0
+"""Compiling, evaluation, and the start of a run; measured: 3 to 18."""
+ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
+"""Analysis of a model, not measured at this size; scoring all tasks took 34 s."""
+MARGIN, RESERVE_SECONDS = 1.08, 8.0
+"""A run is started if its estimate, times the margin, ends this long before the limit."""
+KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
+"""Of the records of training steps, every tenth is stored, in a file of this name."""
+ARCHIVE_BYTES = 15 << 20
+
+Adapt = Callable[[TrainConfig], TrainConfig]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured rates of training, from which the time of a run is estimated."""
+
+    by_model: dict[tuple[int, int, bool], float]
+    """Tokens per second by width, depth and whether a step is one pass."""
+    flops: float
+    """FLOP/s of other models."""
+
+    @classmethod
+    def measured(cls, evidence: Path = EVIDENCE) -> "Speed":
+        rates: dict[tuple[int, int, bool], list[float]] = {}
+        flops = []
+        for path in evidence.glob("*/*/summary.json"):
+            run = Run(path.parent)
+            summary = run.summary()
+            if summary is not None and summary.tokens_per_s:
+                rates.setdefault(_model(run.config()), []).append(summary.tokens_per_s)
+                flops.append(summary.tokens_per_s * summary.flops_per_token)
+        return cls({key: statistics.median(r) for key, r in rates.items()}, statistics.median(flops or [2e14]))
+
+    def seconds(self, item: Item, done: float = 0.0) -> float:
+        """The time of a run, of which a part is done already."""
+        plan = make_plan(dataclasses.replace(item.config, device="cpu"))
+        rate = self.by_model.get(_model(plan.config)) or self.flops / plan.flops_per_token
+        steps = (1 - done) * plan.steps * plan.batch_tokens / rate
+        return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * item.evaluated
+
+
+def _model(config: TrainConfig) -> tuple[int, int, bool]:
+    sequences = (config.batch_tokens or 0) // config.model.context
+    return config.model.d_model, config.model.n_layers, config.micro_batch == sequences
+
+
+class Queue:
+    """The runs below `runs` on this machine, beside those that are stored in `evidence`."""
+
+    def __init__(self, runs: Path, evidence: Path = EVIDENCE, adapt: Adapt | None = None, speed: Speed | None = None):
+        self.runs, self.evidence, self.adapt = runs, evidence, adapt
+        self.speed = speed or Speed.measured()
+        self.walls: list[tuple[float, float]] = []
+        """Estimated and measured seconds of each run of this process."""
+
+    def protocol(self) -> Protocol:
+        return Protocol((self.evidence, self.runs), self.adapt)
+
+    def pending(self, stages: Sequence[str] = ()) -> Iterator[Item]:
+        """The runs that have not ended, in order."""
+        for item in self.protocol().items():
+            known = any(ended(root / item.folder) is not None for root in (self.evidence, self.runs))
+            if not known and (not stages or item.stage in stages):
+                yield item
+
+    def seconds(self, item: Item) -> float:
+        """The expected time of a run, by its model and by how the runs of this process compared with estimates."""
+        plan = make_plan(dataclasses.replace(item.config, device="cpu"))
+        done = newest_values(self.runs / item.folder).get("step", 0) / plan.steps if self._saved(item) else 0.0
+        recent = [took / expected for expected, took in self.walls[-3:]]
+        return self.speed.seconds(item, done) * max([1.0, *recent])
+
+    def _saved(self, item: Item) -> bool:
+        return any((self.runs / item.folder / "checkpoints").glob("step-*"))
+
+    def run(
+        self,
+        seconds: float,
+        archive: Path,
+        *,
+        stages: Sequence[str] = (),
+        requests: Path | None = None,
+        carry_over: bool = False,
+        commit: str = "",
+        start: float | None = None,
+    ) -> None:
+        """Run what is pending until all is done or nothing else would end before the limit.
+
+        With `carry_over`, the next run is then started all the same and stopped in time, with a checkpoint: the folder
+        of runs must still be there when the queue goes on.
+        """
+        begin = time.monotonic() if start is None else start
+        failed: set[Path] = set()
+        with kept_compilation():
+            while True:
+                left, limit = seconds - RESERVE_SECONDS - (time.monotonic() - begin), None
+                called = (i for i in self.pending(stages) if i.stage in stages or i.stage not in ON_DEMAND)
+                ready = (i for i in called if startable(i) and i.folder not in failed)
+                first = next(ready, None)
+                item = next((i for i in chain([first], ready) if i and MARGIN * self.seconds(i) < left), None)
+                if item is None and carry_over and left > 4 * OVERHEAD_SECONDS:
+                    item, limit = first, left - OVERHEAD_SECONDS
+                if item is None:
+                    break
+                expected, now = self.speed.seconds(item), time.monotonic()
+                try:
+                    summary = self.train(item, limit, requests, commit)
+                except Exception as error:  # one run must not cost the others their time
+                    failed.add(item.folder)
+                    print(f"{item.folder}: failed: {type(error).__name__}: {error}", flush=True)
+                    continue
+                took = time.monotonic() - now
+                if limit is None:
+                    self.walls.append((expected, took))
+                loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
+                print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
+                pack(self.runs, archive)
+        pack(self.runs, archive)
+        print("\n".join(self.lines(stages)), flush=True)
+
+    def train(self, item: Item, limit: float | None, requests: Path | None, commit: str) -> Summary:
+        """Bring one run to its end, or to a checkpoint at the limit; remove the weights of one that has ended."""
+        folder = self.runs / item.folder
+        gc.collect()  # memory of the run before, CUDA graphs included
+        with relatives.installed(item.change), stopped_after(limit):
+            summary = bring_to_end(Job(item.config, folder), Quiet())
+        if summary.status == "interrupted":
+            return summary
+        if commit:
+            summary = dataclasses.replace(summary, environment=summary.environment | {"commit": commit})
+            Run(folder).write_summary(summary)
+        if item.analysed and summary.status == "finished":
+            look_inside(folder, requests if item.evaluated else None)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
+        return summary
+
+    def table(self, stages: Sequence[str] = ()) -> Table:
+        """A row for each pending run: its expected time, and what it waits for."""
+        rows = []
+        for item in self.pending(stages):
+            waits = "runs that decide its settings" if item.provisional else ""
+            if not waits and not Path(item.config.data.path).exists():
+                waits = f"{item.config.data.path} ({plural(DATA.get(item.config.data.path, 1), 'part')} of the text)"
+            rows.append((str(item.folder), f"{self.seconds(item):.0f}", waits))
+        return Table(("run", "s", "waits for"), rows, left=(0, 2))
+
+    def lines(self, stages: Sequence[str] = ()) -> list[str]:
+        """The time that each part of the protocol still needs, and the whole."""
+        totals: dict[str, list[float]] = {}
+        for item in self.pending(stages):
+            budget = f": {item.config.tokens}" if item.stage == "final" else ""
+            totals.setdefault(STAGES.get(item.stage, item.stage) + budget, []).append(self.seconds(item))
+        lines = [f"{plural(len(times), 'run')}, {duration(sum(times))}: {name}" for name, times in totals.items()]
+        every = [seconds for times in totals.values() for seconds in times]
+        return [*lines, f"left in all: {plural(len(every), 'run')}, {duration(sum(every))}"]
+
+
+def startable(item: Item) -> bool:
+    """True if the settings of a run are decided and its tokens are there."""
+    return not item.provisional and Path(item.config.data.path).exists()
+
+
+@contextmanager
+def kept_compilation() -> Iterator[None]:
+    """Let code that was compiled for one run serve the next: `Trainer` resets the compiler because of its limits."""
+    import torch
+
+    reset, limit = torch.compiler.reset, torch._dynamo.config.recompile_limit
+    torch.compiler.reset = lambda: None  # type: ignore[assignment]
+    torch._dynamo.config.recompile_limit = 64
+    try:
+        yield
+    finally:
+        torch.compiler.reset, torch._dynamo.config.recompile_limit = reset, limit
+
+
+@contextmanager
+def stopped_after(seconds: float | None) -> Iterator[None]:
+    """Send SIGTERM to this process after so many seconds: a run in its loop saves and ends."""
+    if seconds is None:
+        yield
+        return
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def look_inside(folder: Path, requests: Path | None) -> None:
+    """Analyse a model while its weights exist (analysis.json), and score requests of tasks (eval/)."""
+    from angpt.analysis.analyse import analyse
+    from angpt.evaluation.evaluate import evaluate
+
+    try:
+        analyse([folder]).write(folder / "analysis.json")
+        if requests is not None:
+            evaluate([folder], requests=requests)
+    except Exception as error:  # the run itself is worth more than this
+        print(f"{folder}: not analysed: {type(error).__name__}: {error}", flush=True)
+
+
+def pack(runs: Path, archive: Path) -> None:
+    """Write the folders of all ended runs, without weights, to a .tar file, whole or not at all."""
+    part = archive.with_name(f".{archive.name}.part")
+    with tarfile.open(part, "w") as tar:
+        for summary in sorted(runs.glob("*/*/summary.json")):
+            folder = summary.parent
+            if ended(folder) is None:
+                continue
+            named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
+            for file in [file for file in named if file.exists()] + sorted(folder.glob("eval/**/*.*")):
+                tar.add(file, file.relative_to(runs))
+    if (size := part.stat().st_size) > ARCHIVE_BYTES:
+        print(f"{archive}: {size / 1e6:.1f} MB are more than {ARCHIVE_BYTES / 1e6:.0f}", flush=True)
+    part.rename(archive)
+
+
+def thinned(metrics: bytes) -> bytes:
+    """The records of a run, of training steps every tenth and the last, compressed; equal for equal records."""
+    lines = metrics.splitlines(keepends=True)
+    steps = [json.loads(line)["step"] if line.startswith(b'{"kind": "train"') else None for line in lines]
+    last = max((step for step in steps if step is not None), default=0)
+    kept = (line for line, s in zip(lines, steps, strict=True) if s is None or s % KEPT_EVERY == 0 or s in (1, last))
+    return gzip.compress(b"".join(kept), 9, mtime=0)
+
+
+def rehearsal(data: Path) -> Adapt:
+    """Configurations of the same runs with a tiny model and few tokens, in seconds on a CPU."""
+
+    def adapt(config: TrainConfig) -> TrainConfig:
+        tokens = max(2, round(float(make_plan(dataclasses.replace(config, device="cpu")).config.tokens) / 20e6))
+        model = dataclasses.replace(
+            config.model, d_model=32, n_layers=2, n_heads=2, vocab_size=61, context=32, d_ff=None
+        )
+        settings: dict[str, Any] = {"tokens": str(256 * tokens), "batch_tokens": 256, "micro_batch": 8, "device": "cpu"}
+        settings |= {"eval_tokens": 512, "eval_every": tokens, "checkpoint_every": tokens, "log_every": 1}
+        moved = dataclasses.replace(
+            config.data, path=str(data / config.data.path), tuning_split=config.data.tuning_split * 5
+        )
+        return dataclasses.replace(config, model=model, data=moved, **settings)
+
+    return adapt

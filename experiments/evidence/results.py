@@ -1,0 +1,174 @@
+"""What the run folders of docs/evidence say: losses by arm, budget and seed, tests, speed-ups, ablations."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from angpt.analysis.analyse import Analysis
+from angpt.analysis.claims import claims
+from angpt.config import Recipe
+from angpt.evaluation.results import Results as Evaluation
+from angpt.evaluation.results import read_results
+from angpt.results import Result, Row
+from angpt.stats import Difference, Interval, holm, welch_test
+from angpt.studies.folders import summarise_runs
+from angpt.studies.grid import folder_name
+from angpt.training.run import Run
+from experiments.evidence.protocol import (
+    ABLATION_SEEDS,
+    ARCHITECTURES,
+    ARMS,
+    BUDGETS,
+    EVIDENCE,
+    INSIDE,
+    LARGEST,
+    SEEDS,
+    SENSITIVITY,
+    Protocol,
+    arm_name,
+)
+
+SIGNIFICANT = 0.01
+EARLIER = EVIDENCE.parent / "analysis-32M" / "analysis.md"
+"""Claims of the paper judged by earlier models, until those of the final runs are analysed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two arms at a budget."""
+
+    one: Recipe
+    two: Recipe
+    budget: str
+    difference: Difference | None
+    """Mean loss of `two` minus that of `one`; None until both have all their seeds."""
+    adjusted: float | None = None
+    """P-value after Holm's correction over the primary comparisons."""
+
+
+class Results:
+    """The results of the run folders below a folder."""
+
+    def __init__(self, root: Path = EVIDENCE) -> None:
+        self.root, self.protocol = root, Protocol((root,))
+
+    def losses(self, recipe: Recipe, budget: str, stage: str = "final") -> dict[int, float | None]:
+        """The loss of each planned seed: infinite if it diverged, None if it has not run."""
+        several = SEEDS if budget in BUDGETS else SEEDS[:1]
+        seeds = ABLATION_SEEDS if stage == "ablation" else several
+        return {s: self.protocol.loss(stage, f"{folder_name(recipe)}-{budget}-s{s}") for s in seeds}
+
+    def complete(self, recipe: Recipe, budget: str) -> list[float]:
+        """The losses of all seeds; empty until all have finished."""
+        found = [loss for loss in self.losses(recipe, budget).values() if loss is not None and loss < math.inf]
+        return found if len(found) == len(self.losses(recipe, budget)) else []
+
+    def compare(self, one: Recipe, two: Recipe, budget: str) -> Comparison:
+        samples = self.complete(one, budget), self.complete(two, budget)
+        return Comparison(one, two, budget, welch_test(*samples) if all(samples) else None)
+
+    @cached_property
+    def primary(self) -> list[Comparison]:
+        """anGPT against GPT+ and nGPT, with each optimizer, at each budget with several seeds."""
+        found = [
+            self.compare(f"{other}{suffix}", f"angpt{suffix}", budget)
+            for budget in BUDGETS
+            for suffix in ("", ":muon")
+            for other in ("gpt+", "ngpt")
+        ]
+        known = [c for c in found if c.difference is not None and c.difference.p_value is not None]
+        p_values = [c.difference.p_value for c in known if c.difference and c.difference.p_value is not None]
+        adjusted = dict(zip(map(id, known), holm(p_values, len(found)), strict=True))
+        return [Comparison(c.one, c.two, c.budget, c.difference, adjusted.get(id(c))) for c in found]
+
+    @cached_property
+    def secondary(self) -> list[Comparison]:
+        """nGPT against GPT+, and Muon against Adam: exploratory."""
+        pairs = [("gpt+", "ngpt"), ("gpt+:muon", "ngpt:muon"), *((name, f"{name}:muon") for name in ARCHITECTURES)]
+        return [self.compare(one, two, budget) for budget in BUDGETS for one, two in pairs]
+
+    def summary(self, arms: Sequence[Recipe], baseline: Recipe) -> Result | None:
+        """Means, changes, speed-ups and costs of the final runs of some arms; None without a run of the baseline."""
+        paths = sorted(path.parent for path in self.root.glob("final/*/summary.json"))
+        folders = [path for path in paths if Run(path).config().recipe in arms]
+        names = {Run(path).config().recipe for path in folders}
+        return summarise_runs(folders, baseline) if baseline in names else None
+
+    @cached_property
+    def with_adam(self) -> Result | None:
+        return self.summary(ARCHITECTURES, "gpt+")
+
+    @cached_property
+    def with_muon(self) -> Result | None:
+        return self.summary([f"{name}:muon" for name in ARCHITECTURES], "gpt+:muon")
+
+    @cached_property
+    def against_adam(self) -> Result | None:
+        """All arms against GPT+ with Adam."""
+        return self.summary(ARMS, "gpt+")
+
+    def row(self, recipe: Recipe, budget: str, result: Result | None) -> Row | None:
+        rows = result.rows if result else ()
+        return next((row for row in rows if row.architecture == recipe and row.budget == budget), None)
+
+    def mean_speed_up(self, recipe: Recipe) -> Interval | None:
+        """The paper's measure: the mean over the budgets at which the speed-up over GPT+ is known, and not bounded. Its
+        interval has the means of their ends, which share the errors of the curve of GPT+."""
+        rows = [self.row(recipe, budget, self.with_adam) for budget in (*BUDGETS, *LARGEST)]
+        found = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
+        known = [speed_up for speed_up in found if speed_up.relation == "="]
+        if not known:
+            return None
+        ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
+        low, high = (sum(e) / len(e) for e in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)
+        return Interval(sum(s.value for s in known) / len(known), low, high)
+
+    def overhead(self, recipe: Recipe) -> Interval | None:
+        """Time per step over that of GPT+ in the final runs, minus 1."""
+        costs = self.with_adam.costs if self.with_adam else ()
+        return next((cost.overhead for cost in costs if cost.architecture == recipe), None)
+
+    def change(self, one: list[float], base: list[float]) -> Interval | None:
+        """The relative change of the mean loss from `base`, with Welch's interval; None if one of them is missing."""
+        if not one or not base:
+            return None
+        mean = sum(base) / len(base)
+        return welch_test(base, one).estimate.times(1 / mean)
+
+    def ablation(self, recipe: Recipe, budget: str = "80M") -> dict[int, float | None]:
+        """Losses of an ablation; those of the architectures themselves are final runs with the same seeds."""
+        if "/" in recipe or budget == "40M":
+            return self.losses(recipe, budget, "ablation")
+        return {seed: loss for seed, loss in self.losses(recipe, budget).items() if seed in ABLATION_SEEDS}
+
+    @cached_property
+    def claims(self) -> list[tuple[str, str, bool]]:
+        """Claims of the paper about the inside of its models: its words, what was measured, whether it holds."""
+        analyses = [Analysis.read(path) for path in sorted(self.root.glob(f"final/*-{INSIDE[0]}-s1/analysis.json"))]
+        analyses += [Analysis.read(path) for path in sorted(self.root.glob("sensitivity/*/analysis.json"))]
+        if runs := tuple(run for analysis in analyses for run in analysis.runs):
+            return [(claim.paper, claim.here, claim.holds) for claim in claims(Analysis(runs))]
+        table = EARLIER.read_text(encoding="utf-8").partition("| the paper |")[2].partition("\n\n")[0]
+        cells = [line.replace("\\|", "¦").split(" | ") for line in table.splitlines()[2:]]
+        return [(c[0].removeprefix("| "), c[2].replace("¦", "|"), c[3].startswith("yes")) for c in cells]
+
+    @property
+    def analysed(self) -> bool:
+        return any(self.root.glob("final/*/analysis.json"))
+
+    def tasks(self, recipe: Recipe) -> Evaluation | None:
+        """The tasks of an arm at the largest budget at which it was evaluated."""
+        folders = [self.root / "final" / f"{folder_name(recipe)}-{budget}-s{SEEDS[0]}" for budget in reversed(INSIDE)]
+        found = [results for folder in folders if (results := read_results(folder)) is not None and results.tasks]
+        return found[0] if found else None
+
+
+def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
+    """Tuning losses around the chosen settings as one of them changes; the chosen one is x1 or its own value."""
+    chosen = protocol.chosen(arm)
+    name = key.rpartition(".")[2]
+    found = {v: protocol.loss("sensitivity", f"{arm_name(arm)}-{name}-{v}") for v in SENSITIVITY[key]}
+    own = "x1" if key.endswith("lr") else f"{chosen.settings.get(key, 0.0):g}"
+    return dict(sorted((found | {own: chosen.loss}).items(), key=lambda item: float(item[0].lstrip("x"))))

@@ -1,0 +1,420 @@
+"""The protocol of docs/evidence.md as code: its trials and rules, the queue that runs them, and the pages."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import lzma
+import math
+import re
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from angpt.analysis.analyse import Analysis
+from angpt.config import DataConfig, PrepareConfig, TrainConfig
+from angpt.data.prepare import prepare
+from angpt.data.shards import TokenData
+from angpt.evaluation.requests import Origin, Requests
+from angpt.serialization import read_toml
+from angpt.stats import Interval
+from angpt.studies.jobs import ended
+from angpt.training.plan import make_plan
+from angpt.training.run import Run, Summary
+from experiments.evidence import pages, paper, queue, relatives, tables, tokens
+from experiments.evidence.__main__ import main
+from experiments.evidence.protocol import ADDED, ARMS, BUDGETS, DATA, EVIDENCE, TRIED, Protocol, arm_name, make_trials
+from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
+from experiments.evidence.results import Results
+
+PROTOCOL = (EVIDENCE.parent / "evidence.md").read_text(encoding="utf-8")
+
+
+# The folders of docs/evidence
+
+
+def test_the_tables_of_the_pages_follow_from_the_run_folders():
+    found = pages.marked(Results())
+    for page in pages.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert pages.filled(text, found) == text, f"{page.name}: run `python -m experiments.evidence pages`"
+        assert pages.filled(re.sub(r"\d\.\d+", "?", text), found) != re.sub(r"\d\.\d+", "?", text)
+    report = pages.PAGES[1].read_text(encoding="utf-8")
+    assert all(f"<!-- {name} -->" in "".join(p.read_text(encoding="utf-8") for p in pages.PAGES) for name in found)
+    assert report.count("<!-- end -->") == report.count("<!-- ") - report.count("<!-- end -->")
+
+
+def test_every_stored_run_is_one_that_the_protocol_calls_for():
+    """With the settings that it was trained with; the machine may differ."""
+    items = {item.folder: item for item in Protocol().items()}
+    stored = [path.parent for path in EVIDENCE.glob("*/*/config.toml")]
+    assert len(stored) >= 110
+    for folder in stored:
+        item = items[folder.relative_to(EVIDENCE)]
+        device = dataclasses.replace(item.config, device="cpu", precision="bf16", compile="on")
+        known = dataclasses.replace(read_toml(TrainConfig, folder / "config.toml"), device="cpu")
+        ours, theirs = make_plan(device).config, make_plan(known).config
+        same = {"micro_batch": theirs.micro_batch, "eval_every": theirs.eval_every}
+        same |= {"checkpoint_every": theirs.checkpoint_every}
+        assert dataclasses.replace(ours, **same, model=ours.model.resolved()) == dataclasses.replace(
+            theirs, model=theirs.model.resolved()
+        ), folder
+
+
+def test_the_trials_are_those_of_the_sequence():
+    points = json.loads((EVIDENCE / "trials.json").read_text(encoding="utf-8"))
+    assert points == make_trials()
+    assert list(points) == [f"{arm_name(a)}-{i:02d}" for i in range(TRIED + ADDED) for a in ARMS]
+
+
+def test_the_protocol_says_what_the_code_does():
+    for text in (f"{TRIED} trials per arm", "seeds 1, 2 and 3", "12 tests", "within 0.01 nats"):
+        assert text in PROTOCOL, text
+    for budget in BUDGETS:
+        assert budget in PROTOCOL
+
+
+# The rules, on made-up losses
+
+
+def summary(config, loss, status="finished", seconds=None):
+    plan = make_plan(dataclasses.replace(config, device="cpu"))
+    used = seconds or plan.steps * plan.batch_tokens / 2e6
+    return Summary(status, plan.steps, plan.steps, plan.steps * plan.batch_tokens, loss, used, 1.0, 2e6, 8.0,
+                   plan.parameters, plan.flops_per_token, None, {})  # fmt: skip
+
+
+def made_up(config: TrainConfig) -> float:
+    """A loss that falls with tokens and has its minimum at a learning rate; anGPT is better, seeds vary."""
+    o = config.optimizer
+    best = {"gpt+": 0.005, "ngpt": 0.012, "angpt": 0.01}[config.model.architecture.partition("/")[0]]
+    best = 0.03 if o.name == "muon" else best
+    base = {"gpt+": 3.7, "ngpt": 3.66, "angpt": 3.6}[config.model.architecture.partition("/")[0]]
+    tokens = int(make_plan(dataclasses.replace(config, device="cpu")).config.tokens)
+    extra = 0.05 * ("/" in config.model.architecture) - 0.1 * (o.name == "muon")
+    wiggle = 0.004 * math.sin(7 * config.seed + len(config.recipe))
+    return base * (tokens / 80e6) ** -0.05 + 0.05 * math.log2(o.lr / best) ** 2 + extra + wiggle
+
+
+def write(folder: Path, config: TrainConfig, loss: float | None = None, status="finished", seconds=None) -> None:
+    run = Run.create(folder, make_plan(dataclasses.replace(config, device="cpu")).config)
+    run.write_summary(summary(config, made_up(config) if loss is None else loss, status, seconds))
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs take no time and have made-up losses; the names of those that ran, in their order."""
+    order = []
+
+    def bring_to_end(job, reporter):
+        order.append(job.folder.relative_to(job.folder.parents[1]).as_posix())
+        write(job.folder, job.config)
+        (job.folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 9}\n')
+        return Run(job.folder).summary()
+
+    monkeypatch.setattr(queue, "bring_to_end", bring_to_end)
+    monkeypatch.setattr(queue, "look_inside", lambda folder, requests: order.append(f"inside {folder.name}"))
+    monkeypatch.setattr(queue, "startable", lambda item: not item.provisional)
+    monkeypatch.setattr(queue.gc, "collect", lambda: 0)
+    monkeypatch.setattr(queue, "pack", lambda runs, archive: None)
+    return order
+
+
+def tuned(root: Path, losses=lambda name, config: made_up(config), extended=True) -> None:
+    """Write the trials that the protocol calls for."""
+    for _ in range(2):
+        for item in Protocol((root,)).tuning():
+            if not item.provisional and ended(root / item.folder) is None:
+                loss = losses(item.name, item.config)
+                write(root / item.folder, item.config, None if loss == math.inf else loss,
+                      "diverged" if loss == math.inf else "finished")  # fmt: skip
+
+
+def test_the_best_trial_is_chosen_and_divergence_counts(tmp_path):
+    """The loss of a trial is the place of its rate in the middle of all: no edge, no further trials."""
+
+    def loss(name, config):
+        return math.inf if name == "angpt-adam-04" else 4.0 - 0.5 * (name[-2:] in ("01", "04")) - 0.001 * int(name[-2:])
+
+    tuned(tmp_path, loss)
+    protocol = Protocol((tmp_path,))
+    assert protocol.tuned
+    assert {protocol.chosen(arm).name[-2:] for arm in ARMS} == {"01", "04"}
+    assert protocol.chosen("angpt").name == "angpt-adam-01"
+    assert protocol.chosen("gpt+").name == "gpt+-adam-04"
+
+
+def test_a_trial_that_is_missing_leaves_the_choice_open(tmp_path):
+    tuned(tmp_path)
+    assert Protocol((tmp_path,)).tuned
+    (tmp_path / "tuning" / "ngpt-muon-07" / "summary.json").unlink()
+    protocol = Protocol((tmp_path,))
+    assert not protocol.tuned
+    assert all(item.provisional for item in itertools.chain(protocol.final(), protocol.ablation()))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, -3, -2, -1])
+def test_the_edge_rule_adds_trials_to_every_arm_and_shifts_one(tmp_path, place):
+    points = Protocol((tmp_path,)).points
+    names = [f"gpt+-adam-{i:02d}" for i in range(TRIED)]
+    best = sorted(names, key=lambda name: points[name]["optimizer.lr"])[place]
+    middle = {}
+    for arm in ARMS[1:]:  # the best trial of the others has rates inside
+        own = [f"{arm_name(arm)}-{i:02d}" for i in range(TRIED)]
+        keys = [key for key in ("optimizer.lr", "optimizer.adam_lr") if key in points[own[0]]]
+        ranks = {n: [sorted(points[m][k] for m in own).index(points[n][k]) for k in keys] for n in own}
+        middle[arm] = next(n for n in own if all(2 <= r < TRIED - 2 for r in ranks[n]))
+    tuned(tmp_path, lambda name, config: 3.0 if name in (best, *middle.values()) else 4.0)
+    protocol, edge = Protocol((tmp_path,)), place in (0, 1, -2, -1)
+    assert protocol.extended is edge
+    assert {arm: bool(protocol.edges(arm)) for arm in ARMS} == {arm: edge and arm == "gpt+" for arm in ARMS}
+    for arm in ARMS:
+        trials = protocol.trials(arm, protocol.extended)
+        assert len(trials) == (TRIED + ADDED if edge else TRIED)
+        for trial in trials[TRIED:]:
+            factor = (0.5 if place >= 0 else 2.0) if arm == "gpt+" else 1.0
+            assert trial.settings["optimizer.lr"] == pytest.approx(
+                factor * points[trial.name]["optimizer.lr"], rel=6e-3
+            )
+            assert {k: v for k, v in trial.settings.items() if k != "optimizer.lr"} == {
+                k: v for k, v in points[trial.name].items() if k != "optimizer.lr"
+            }
+
+
+def test_final_runs_have_the_chosen_settings_fresh_seeds_and_all_of_the_text(tmp_path):
+    tuned(tmp_path)
+    protocol = Protocol((tmp_path,))
+    items = list(protocol.final())
+    assert len(items) == 6 * 3 * 3 + 4
+    assert [float(item.config.tokens[:-1]) for item in items] == sorted(float(i.config.tokens[:-1]) for i in items)
+    for item in items:
+        chosen = protocol.chosen(item.config.recipe).settings
+        o = item.config.optimizer
+        assert (o.lr, o.beta2) == (chosen["optimizer.lr"], chosen["optimizer.beta2"])
+        assert (o.adam_lr, o.weight_decay) == tuple(chosen.get(f"optimizer.{k}") for k in ("adam_lr", "weight_decay"))
+        assert item.config.model.stored_scale == chosen.get("model.stored_scale")
+        assert item.config.seed in (1, 2, 3)
+        assert item.config.data == DataConfig("data/all")
+        assert not item.provisional
+
+
+# The queue
+
+
+def test_the_queue_keeps_the_order_of_the_protocol_and_packs_what_ended(tmp_path, trained):
+    q = Queue(tmp_path / "runs", tmp_path / "evidence")
+    q.run(1e9, tmp_path / "a.tar", commit="abc")
+    assert {item.stage for item in q.pending()} == set(queue.ON_DEMAND)
+    q.run(1e9, tmp_path / "a.tar", stages=queue.ON_DEMAND)
+    first = [name for name in trained if name.startswith("tuning/")]
+    assert [name[-2:] for name in first[: 6 * TRIED]] == [f"{i:02d}" for i in range(TRIED) for _ in ARMS]
+    stages = list(dict.fromkeys(name.partition("/")[0] for name in trained if "/" in name))
+    assert stages == [*queue.STAGES]
+    assert [n for n in trained if n.startswith("inside")][:6] == [
+        f"inside {name}-320M-s1" for name in ("gpt+", "ngpt", "angpt", "gpt+-muon", "ngpt-muon", "angpt-muon")
+    ]
+    assert not list(q.pending())
+    pack(tmp_path / "runs", tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        tar.extractall(tmp_path / "evidence", filter="data")
+    assert len(list((tmp_path / "evidence").glob("*/*/summary.json"))) == len(set(trained)) - 10 - 1
+    assert Run(tmp_path / "evidence/final/gpt+-80M-s1").summary().environment["commit"] == "abc"
+    assert not list(Queue(tmp_path / "elsewhere", tmp_path / "evidence").pending())
+    results = Results(tmp_path / "evidence")
+    found = pages.marked(results)
+    assert "not run yet" not in found["losses"] + found["primary"] + found["speed-ups"] + found["ablation"]
+    for budget in BUDGETS:
+        one, two = ([*results.losses(arm, budget).values()] for arm in ("gpt+", "angpt"))
+        line = next(x for x in found["primary"].splitlines() if x.startswith(f"| anGPT − GPT+ | {budget} "))
+        test = stats.ttest_ind(two, one, equal_var=False)
+        interval = test.confidence_interval()
+        shown = [f"{x:+.4f}".replace("-", "−") for x in (np.mean(two) - np.mean(one), *interval)]
+        assert f"{shown[0]} [{shown[1]}, {shown[2]}]" in line
+        assert tables.probability(test.pvalue) in line
+
+
+def test_a_run_that_would_not_end_in_time_is_not_started(tmp_path, trained):
+    q = Queue(tmp_path / "runs", tmp_path / "evidence", speed=Speed({}, 2e14))
+    first = next(q.pending())
+    needed = queue.MARGIN * q.seconds(first) + queue.RESERVE_SECONDS
+    q.run(needed - 1, tmp_path / "a.tar", stages=["tuning"])
+    assert not trained
+    q.run(needed - 1, tmp_path / "a.tar")  # what is shorter and waits for nothing fills the gap
+    assert trained
+    assert {name.partition("/")[0] for name in trained} <= {"relatives", "optimizers", "transfer", "rates"}
+    q.run(needed + 5, tmp_path / "a.tar", stages=["tuning"], start=time.monotonic())
+    assert "tuning/gpt+-adam-00" in trained
+
+
+def test_estimates_follow_what_runs_took(tmp_path):
+    q = Queue(tmp_path / "runs", tmp_path / "evidence", speed=Speed({}, 2e14))
+    item = next(q.pending())
+    before = q.seconds(item)
+    q.walls += [(10.0, 12.0), (10.0, 30.0)]
+    assert q.seconds(item) == pytest.approx(3 * before)
+    speed = Speed.measured()
+    assert 35 < speed.seconds(item) < 45  # 35 to 51 s were measured
+    big = next(i for i in q.pending() if i.name == "gpt+-640M-s1")
+    assert 250 < speed.seconds(dataclasses.replace(big, analysed=False, evaluated=False)) < 300
+
+
+def test_a_failure_costs_no_other_run(tmp_path, trained, monkeypatch, capsys):
+    after = queue.bring_to_end
+
+    def fails(job, reporter):
+        if job.folder.name == "gpt+-adam-00":
+            raise RuntimeError("out of memory")
+        return after(job, reporter)
+
+    monkeypatch.setattr(queue, "bring_to_end", fails)
+    Queue(tmp_path / "runs", tmp_path / "evidence").run(1e9, tmp_path / "a.tar", stages=["tuning"])
+    assert "tuning/gpt+-adam-00: failed: RuntimeError: out of memory" in capsys.readouterr().out
+    assert len(trained) == 6 * TRIED - 1  # the edge rule waits for all of the first
+
+
+def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
+    """Runs train, weights go, a run that is stopped goes on in the next call, every relative of Muon changes it."""
+    tokens.make_up(tmp_path)
+    monkeypatch.setattr(relatives, "SEEDS", (0,))
+    adapt = rehearsal(tmp_path)
+    q = Queue(tmp_path / "runs", tmp_path / "evidence", adapt, Speed({}, 1e12))
+    q.run(60.0, tmp_path / "a.tar", stages=["relatives"])
+    losses = {
+        path.parent.name: Run(path.parent).summary().val_loss for path in tmp_path.glob("runs/relatives/*/s*.json")
+    }
+    firsts = {name: loss for name, loss in losses.items() if name.endswith("-s0")}
+    assert set(firsts) == {relatives.folder_name(name, 0) for name in relatives.RELATIVES}
+    assert len(set(firsts.values())) == len(firsts)
+    assert not list(tmp_path.glob("runs/*/*/checkpoints"))
+    assert (relatives.muon.descend_, relatives.Optimizer.update) == (relatives.ORIGINAL[1], relatives.ORIGINAL[2])
+
+    item = next(q.pending(["tuning"]))
+    origin = Origin("piqa", "data", None, "0.4", "tokenizer")
+    scored = tmp_path / "requests"
+    scored.mkdir()
+    Requests.of(origin, 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])]).save(scored / "piqa.safetensors")
+    inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True)
+    q.train(inside, None, scored, "")
+    folder = tmp_path / "runs" / "tuning" / "inside"
+    assert Analysis.read(folder / "analysis.json").runs[0].norms is not None
+    assert list(folder.glob("eval/scores/*"))
+    assert not (folder / "checkpoints").exists()
+
+    long = dataclasses.replace(item.config, tokens=str(256 * 4000), eval_every=4000)
+    longer = dataclasses.replace(item, build=lambda: long)
+    stopped = q.train(longer, 1.0, None, "")
+    assert stopped.status == "interrupted"
+    assert 0 < stopped.step < 4000
+    assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
+    pack(tmp_path / "runs", tmp_path / "b.tar")
+    with tarfile.open(tmp_path / "b.tar") as tar:
+        names = tar.getnames()
+        assert "tuning/inside/analysis.json" in names
+        assert not [name for name in names if name.startswith(str(item.folder))]
+    again = q.train(longer, 1.0, None, "")
+    assert again.step > stopped.step
+
+
+def test_thinned_metrics():
+    lines = [{"kind": "train", "step": s, "loss": 1.0} for s in range(1, 26)] + [{"kind": "val", "step": 25}]
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    kept = [json.loads(line) for line in gzip.decompress(thinned(text)).splitlines()]
+    assert [line["step"] for line in kept] == [1, 10, 20, 25, 25]
+    assert thinned(text) == thinned(text)
+
+
+def test_the_commands(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["plan", "--runs", str(tmp_path / "runs"), "--stages", "final"])
+    out = capsys.readouterr().out
+    assert "| final/angpt-muon-640M-s1 |" in out
+    assert re.search(r"left in all: \d+ runs, \d", out)
+    main(["run", "--runs", str(tmp_path / "runs"), "--seconds", "1", "--archive", str(tmp_path / "a.tar")])
+    assert (tmp_path / "a.tar").exists()
+
+
+# The text
+
+
+def test_parts_that_travel_alone_are_the_same_tokens_as_all_together(tmp_path):
+    words = [
+        "the",
+        "of",
+        "and",
+        "to",
+        "in",
+        "a",
+        "is",
+        "that",
+        "for",
+        "it",
+        "as",
+        "was",
+        "with",
+        "be",
+        "by",
+        "on",
+        "not",
+        "he",
+    ]
+    random = np.random.Generator(np.random.PCG64(1))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, count in zip((*tokens.PARTS, tokens.VAL), (30, 20, 25, 10, 5), strict=True):
+        lines = [json.dumps({"text": " ".join(random.choice(words, size=40))}) + "\n" for _ in range(count)]
+        (corpus / name).write_bytes(lzma.compress("".join(lines).encode()))
+    files = [str(corpus / name) for name in (*tokens.PARTS, tokens.VAL)]
+    prepare(tuple(files), tmp_path / "whole", PrepareConfig(tokenizer="bpe:300"))
+    (corpus / tokens.VOCABULARY).write_bytes((tmp_path / "whole" / "tokenizer.json").read_bytes())
+    tokens.pack(corpus, tmp_path / "here", tmp_path / "carried", (1, 2, 3, 4))
+    for number in (1, 2, 3, 4):  # one arrives with each call
+        arrived = tmp_path / f"call-{number}"
+        arrived.mkdir()
+        tokens.archive_of(tmp_path / "carried", number).rename(tokens.archive_of(arrived, number))
+        tokens.arrange(arrived, tmp_path / "there")
+        assert {name for name in DATA if (tmp_path / "there" / name).exists()} == {
+            name for name, count in DATA.items() if count <= number
+        }
+    for split in ("train", "val"):
+        one, two = (TokenData.open(path, split) for path in (tmp_path / "whole", tmp_path / "there/data/all"))
+        assert np.array_equal(one.read(0, one.tokens), two.read(0, two.tokens))
+    prepare((*files[:2], files[-1]), tmp_path / "two", PrepareConfig(tokenizer=str(corpus / tokens.VOCABULARY)))
+    one, two = (TokenData.open(path, "train") for path in (tmp_path / "two", tmp_path / "there/data/tuning"))
+    assert np.array_equal(one.read(0, one.tokens), two.read(0, two.tokens))
+
+
+# Verdicts and small sums
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "none", "verdict"),
+    [
+        (None, 1.4, 1.0, paper.NOT_RUN),
+        (Interval(1.3, 1.2, 1.4), 1.4, 1.0, paper.HOLDS),
+        (Interval(1.1, 1.05, 1.15), 1.4, 1.0, paper.WEAK),
+        (Interval(1.3, 0.9, 1.7), 1.4, 1.0, paper.OPEN),
+        (Interval(0.9, 0.85, 0.95), 1.4, 1.0, paper.FAILS),
+        (Interval(1.3), 1.4, 1.0, paper.OPEN),
+        (Interval(-0.02, -0.03, -0.01), -0.03, 0.0, paper.HOLDS),
+        (Interval(0.02, 0.01, 0.03), -0.03, 0.0, paper.FAILS),
+    ],
+)
+def test_verdicts(ours, theirs, none, verdict):
+    assert paper.judged(ours, theirs, none) == verdict
+
+
+def test_verdicts_on_no_effect():
+    assert paper.change_judged(Interval(0.001, -0.004, 0.006), 0.0) == paper.HOLDS
+    assert paper.change_judged(Interval(0.001, -0.02, 0.022), 0.0) == paper.OPEN
+    assert paper.change_judged(Interval(0.05, 0.04, 0.06), 0.0) == paper.FAILS
+
+
+def test_the_expected_best_of_several_trials():
+    values = [3.1, 3.9, 3.4, 3.2, 5.0]
+    for n in range(1, 6):
+        every = [min(chosen) for chosen in itertools.combinations(values, n)]
+        assert tables.expected_best(values, n) == pytest.approx(np.mean(every))
