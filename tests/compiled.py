@@ -120,25 +120,27 @@ def models() -> dict[str, dict]:
 def inference() -> dict[str, dict]:
     from angpt.fast import decode_kernels as k
 
-    stream = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr"), FP32)
+    vectors = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr", "scale_ptr"), FP32)
     sizes = {"n": "i32", "d": "i32"}
     seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "OVERLAP": True}
     found = {}
-    for width, mlp in ((1024, 4096), (2048, 8192)):  # the 0.5B and the 1B model
+    for width, mlp, kind in ((1024, 4096, BF16), (2048, 8192, BF16), (1024, 4096, "*fp8e4nv"), (1024, 4096, "*i8")):
+        weight, scaled = {"w_ptr": kind}, {"SCALED": kind != BF16}
+        of = "" if kind == BF16 else f", {kind[1:]}"
         for name, swiglu in (("qkv", False), ("uz", True)):
-            found[f"read {name}, {width}"] = build(
-                k._read, {"w_ptr": BF16} | stream | sizes, k.warps(width),
-                UPDATE=True, SWIGLU=swiglu, ROWS=k.READ_ROWS, D=width, **seen,
+            found[f"read {name}, {width}{of}"] = build(
+                k._read, weight | vectors | sizes, k.warps(width),
+                UPDATE=True, SWIGLU=swiglu, ROWS=k.READ_ROWS, D=width, **seen, **scaled,
             )  # fmt: skip
-        parts = {"w_ptr": BF16, "acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "x_ptr": FP32}
-        found[f"project, {width}"] = build(
-            k._project, parts | sizes | {"heads": "i32"}, k.warps(width),
-            D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, D=width, OVERLAP=True,
+        parts = dict.fromkeys(("scale_ptr", "acc_ptr", "top_ptr", "sum_ptr", "x_ptr"), FP32)
+        found[f"project, {width}{of}"] = build(
+            k._project, weight | parts | sizes | {"heads": "i32"}, k.warps(width),
+            HEADS=width // 64, D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, OVERLAP=True, **scaled,
         )  # fmt: skip
-        found[f"down, {mlp}"] = build(
-            k._down, {"w_ptr": BF16, "y_ptr": FP32, "x_ptr": FP32, "n": "i32", "width": "i32"}, k.warps(mlp // 4),
-            ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True,
-        )  # fmt: skip
+        pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | {"n": "i32", "width": "i32"}
+        found[f"down, {mlp}{of}"] = build(
+            k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
+        )
     return found
 
 

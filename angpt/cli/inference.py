@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from angpt.config import Device, Precision, Step
+from angpt.config import Device, Precision, Step, Weights
 from angpt.errors import UserError
 from angpt.inference.sampling import Sampling
 from angpt.present.tables import Table, show
@@ -22,17 +22,23 @@ DEFAULT_TOKENS = 200
 
 
 def fold_command(
-    model: Annotated[Path | None, tyro.conf.Positional] = None, out: Path | None = None, table: bool = False
+    model: Annotated[Path | None, tyro.conf.Positional] = None,
+    out: Path | None = None,
+    weights: Weights = "full",
+    table: bool = False,
 ) -> None:
     """Fold a trained model for inference: multiply constants, learned scales and α into the weights.
 
     Args:
         model: A run folder or an export.
-        out: New folder; the name of the model with -folded unless given.
+        out: New folder; unless given, the name of the model with -folded, or with -fp8 or -int8.
+        weights: Matrices as they were trained (full), or with 8 bits and a scale per row (fp8, int8): half the memory
+            of bf16.
         table: Only print the operations of a folded layer of every architecture and variant.
     """
     from angpt.inference import store
     from angpt.inference.fold import fold
+    from angpt.inference.quantize import quantize
     from angpt.inference.source import open_source
 
     console = terminal()
@@ -43,7 +49,9 @@ def fold_command(
         raise UserError("which model? Give a run folder or an export, or --table")
     source = open_source(model)
     folded = fold(source.decoder())
-    folder = out or model.with_name(f"{model.name}-folded")
+    if weights != "full":
+        folded = quantize(folded, weights)
+    folder = out or model.with_name(f"{model.name}-{'folded' if weights == 'full' else weights}")
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
     show(console, operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}")

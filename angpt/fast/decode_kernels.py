@@ -16,6 +16,9 @@ PyTorch's kernels, which do not overlap; the last of them, the embedding, runs b
 | `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
 | `_down` | W_d | the MLP's output |
 
+8-bit matrices are read as they are; the scales of their rows multiply the products (SCALED). With them, `_down` also
+computes the head; otherwise that is PyTorch's product.
+
 `Folded.decode` is the plain form.
 """
 
@@ -44,6 +47,14 @@ def _await(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _row_scales(y, scale_ptr, rows, n, SCALED: tl.constexpr):
+    """y, times the scales of the rows of its matrix."""
+    if SCALED:
+        y = y * tl.load(scale_ptr + rows, rows < n, 0.0)
+    return y
 
 
 @triton.jit
@@ -76,10 +87,10 @@ def _block_input(
 
 @triton.jit
 def _read(
-    w_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
-    UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr,
-    INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    w_ptr, scale_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
+    SCALED: tl.constexpr, UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
     row = tl.program_id(1)
@@ -93,9 +104,9 @@ def _read(
         h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
         UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
-    y = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
+    y = _row_scales(tl.sum(w.to(tl.float32) * h[None, :], axis=1), scale_ptr, rows, n, SCALED)
     if SWIGLU:
-        z = tl.sum(w_z.to(tl.float32) * h[None, :], axis=1)
+        z = _row_scales(tl.sum(w_z.to(tl.float32) * h[None, :], axis=1), scale_ptr, n + rows, 2 * n, SCALED)
         y = y * z * tl.sigmoid(z)
     tl.store(y_ptr + row * n + rows, y, rows < n)
 
@@ -190,31 +201,35 @@ def _attend(
 
 @triton.jit
 def _project(
-    w_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
-    D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
+    w_ptr, scale_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x = W · attention, combined over the splits by their sums of exponentials."""
     row = tl.program_id(1)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEADS * D_HEAD)
     inside = (rows < n)[:, None] & (cols < d)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
     _await(OVERLAP)
-    known, part, head = cols < d, row * SPLITS, cols // D_HEAD
+    head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
+    at, known, part = head[:, None] * D_HEAD + dims[None, :], head < heads, row * SPLITS
     top = tl.load(top_ptr + part * heads + head, known, 0.0)
     for split in tl.static_range(1, SPLITS):
         top = tl.maximum(top, tl.load(top_ptr + (part + split) * heads + head, known, 0.0))
-    out, total = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
+    out, total = tl.zeros((HEADS, D_HEAD), tl.float32), tl.zeros((HEADS,), tl.float32)
     for split in tl.static_range(0, SPLITS):
         weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
-        out += weight * tl.load(acc_ptr + (part + split) * d + cols, known, 0.0)
+        out += weight[:, None] * tl.load(acc_ptr + (part + split) * d + at, known[:, None], 0.0)
         total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
-    out = out / total
-    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * out[None, :], axis=1), rows < n)
+    out = tl.reshape(out / total[:, None], (HEADS * D_HEAD,))
+    x = _row_scales(tl.sum(w.to(tl.float32) * out[None, :], axis=1), scale_ptr, rows, n, SCALED)
+    tl.store(x_ptr + row * n + rows, x, rows < n)
 
 
 @triton.jit
 def _down(
-    w_ptr, y_ptr, x_ptr, n, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr
+    w_ptr, scale_ptr, y_ptr, x_ptr, n, width,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x = W · y."""
     row = tl.program_id(1)
@@ -223,7 +238,8 @@ def _down(
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], inside, 0.0)
     _await(OVERLAP)
     y = tl.load(y_ptr + row * width + cols, cols < width, 0.0)
-    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * y[None, :], axis=1), rows < n)
+    x = _row_scales(tl.sum(w.to(tl.float32) * y[None, :], axis=1), scale_ptr, rows, n, SCALED)
+    tl.store(x_ptr + row * n + rows, x, rows < n)
 
 
 def overlaps(device: torch.device) -> bool:
@@ -255,17 +271,18 @@ class Steps:
         self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+        self.scaled = {"SCALED": model.weights != "full"}
 
-    def read(self, weight: Tensor, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
+    def read(self, weight: Tensor, scale: Any, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
         """The product of a matrix with the input of its block, and the stream after the pending update."""
         n = weight.shape[0] // 2 if swiglu else weight.shape[0]
         y = torch.empty(len(h), n, device=h.device)
         x, keep, add = (h, h, h) if pending is None else pending
         out = h if pending is None else torch.empty_like(h)
         _read[triton.cdiv(n, READ_ROWS), len(h)](
-            weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
+            weight, scale, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
             UPDATE=pending is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps,
-            **self.constants, **self.launch,
+            **self.constants, **self.scaled, **self.launch,
         )  # fmt: skip
         return y, out
 
@@ -284,21 +301,25 @@ class Steps:
         )  # fmt: skip
         return acc, top, total
 
-    def project(self, weight: Tensor, parts: Any) -> Tensor:
+    def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
         x = torch.empty(batch, self.d, device=weight.device)
         _project[triton.cdiv(self.d, READ_ROWS), batch](
-            weight, *parts, x, self.d, self.d, self.heads,
-            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS, D=self.padded, num_warps=self.warps,
-            **self.launch,
+            weight, scale, *parts, x, self.d, self.d, self.heads,
+            HEADS=triton.next_power_of_2(self.heads), D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS,
+            num_warps=self.warps,
+            **self.scaled, **self.launch,
         )  # fmt: skip
         return x
 
-    def down(self, weight: Tensor, y: Tensor) -> Tensor:
-        x, width = torch.empty(len(y), self.d, device=y.device), triton.next_power_of_2(self.d_mlp)
-        _down[triton.cdiv(self.d, DOWN_ROWS), len(y)](
-            weight, y, x, self.d, self.d_mlp, ROWS=DOWN_ROWS, WIDTH=width, num_warps=warps(width // 4), **self.launch
-        )
+    def down(self, weight: Tensor, scale: Any, y: Tensor, rows: int) -> Tensor:
+        """The product of a matrix with y; each program computes some rows of it."""
+        n, width = weight.shape
+        x, padded = torch.empty(len(y), n, device=y.device), triton.next_power_of_2(width)
+        _down[triton.cdiv(n, rows), len(y)](
+            weight, scale, y, x, n, width, ROWS=rows, WIDTH=padded, num_warps=warps(padded * rows // 16),
+            **self.scaled, **self.launch,
+        )  # fmt: skip
         return x
 
     def head_input(self, h: Tensor, pending: Any) -> Tensor:
@@ -318,10 +339,12 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
         h, pending = model.embed(tokens), None
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            qkv, h = steps.read(layer.W_qkv, h, pending, swiglu=False)
+            qkv, h = steps.read(layer.W_qkv, layer.W_qkv_scale, h, pending, swiglu=False)
             parts = steps.attend(qkv, layer, cache, angles, positions, capacity)
-            update_a = steps.project(layer.W_p, parts), layer.keep_a, layer.add_a
-            y, h = steps.read(layer.W_uz, h, update_a, swiglu=True)
-            pending = steps.down(layer.W_d, y), layer.keep_m, layer.add_m
+            update_a = steps.project(layer.W_p, layer.W_p_scale, parts), layer.keep_a, layer.add_a
+            y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
+            pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m
         seen = steps.head_input(h, pending)
+        if model.W_h_scale is not None:
+            return steps.down(model.W_h, model.W_h_scale, seen, READ_ROWS)
         return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)

@@ -68,8 +68,12 @@ class Source:
         return found
 
     def sha256(self) -> str:
-        """`digest` of the trained weights: equal for a run, its export and the model folded from it."""
-        return store.read_about(self.path).weights_sha256 if self.kind == "folded" else digest(self.tensors())
+        """`digest` of the trained weights: equal for a run, its export and the model folded from it. 8-bit weights are
+        others: for them it is the checksum of their file."""
+        if self.kind != "folded":
+            return digest(self.tensors())
+        about = store.read_about(self.path)
+        return about.weights_sha256 if about.weights == "full" else about.sha256
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""

@@ -1,13 +1,18 @@
 """A decode step by the kernels against the same step by plain operations."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from angpt.errors import UserError
 from angpt.fast.decode import supports
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
+from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
 from angpt.models.folded import Cache, Folded
 from angpt.models.variants import ARCHITECTURES
@@ -68,6 +73,43 @@ def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, sh
 @torch.no_grad()
 def test_a_width_that_is_no_power_of_two() -> None:
     agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_8_bit_weights_are_read_as_they_are(name: str, kind: str) -> None:
+    """Rows of very different lengths, so that a wrong scale shows."""
+    model = folded(name, d_model=32, d_ff=80, context=128)
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.mul_(torch.logspace(-0.5, 0.5, len(p), device=p.device)[torch.randperm(len(p)), None])
+    model = quantize(model, kind)
+    agree(step_both_ways(model, [0, 70, 5], 128, 128))
+
+
+def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int) -> list[list[int]]:
+    """Greedy tokens with a given form of the step."""
+    engine = Engine(model, 1, 256, count, GREEDY, "plain")
+    engine.recorded, engine.decode = False, decode
+    engine.start([[1, 2, 3]], 0)
+    for _ in range(count - 1):
+        engine.advance()
+    return engine.read(0)
+
+
+FEW = [(name, kind, 200 if ON_GPU else 30) for name in ("gpt+", "ngpt", "angpt") for kind in ("full", "fp8", "int8")]
+MANY = [pytest.param(name, "full", 200, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "kind", "count"), FEW + MANY)
+def test_greedy_tokens_are_those_of_the_plain_step(name: str, kind: str, count: int) -> None:
+    """The model is as small as can be: a step takes a tenth of a second in the interpreter."""
+    from angpt.fast import decode_kernels as kernels
+
+    model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
+    model = model if kind == "full" else quantize(model, kind)
+    assert tokens_by(model, partial(kernels.decode, model), count) == tokens_by(model, model.decode, count)
 
 
 def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
