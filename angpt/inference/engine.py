@@ -82,13 +82,21 @@ class Engine:
     """Decodes batches of one size with one model: `start` reads prompts, `advance` adds a token to every row."""
 
     def __init__(
-        self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
+        self,
+        model: Folded,
+        batch: int,
+        slots: int,
+        new_tokens: int,
+        how: Sampling,
+        step: Step = "auto",
+        caches: Sequence[Cache] | None = None,
     ) -> None:
+        """`caches` are made unless given; engines that share them take turns, each from `start` to its last token."""
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
         self.recorded = kernels_enabled() and model.device.type == "cuda"
         self.settings = (batch, slots, new_tokens, how, step, kernels_enabled())
         self.decode = decoder_of(model, step)
-        self.caches = model.make_caches(batch, slots)
+        self.caches = model.make_caches(batch, slots) if caches is None else caches
         zeros = partial(torch.zeros, dtype=torch.long, device=model.device)
         self.tokens, self.positions, self.count = zeros(batch), zeros(batch), zeros(1)
         self.out = zeros(batch, new_tokens)
@@ -105,8 +113,9 @@ class Engine:
         if len(prompts) != len(self.tokens) or not 0 < max(lengths) <= self.slots:
             raise UserError(f"{len(prompts)} prompts of up to {max(lengths)} tokens do not fit this engine")
         padded = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.tokens.device)
-        drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
-        self.uniform.copy_(torch.tensor(drawn))
+        if self.how.temperature != 0:
+            drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
+            self.uniform.copy_(torch.tensor(drawn))
         self.positions.copy_(torch.tensor(lengths))
         self.count.zero_()
         if self.seen is not None:
