@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU that need not be there, and says what became of them: `python -m tests.compiled`.
 
 A process of its own, because tests have Triton interpret kernels. Prints JSON: stack and registers of a thread, bytes
-of shared memory, and the instructions that load from memory, by their kind.
+of shared memory, and the instructions that load from memory and that multiply on tensor cores, by their kind.
 """
 
 import json
@@ -22,7 +22,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP32, I64 = "*bf16", "*fp32", "*i64"
 
 
-def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
+def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **constants) -> dict:
     """All pointers and the integers of `types` are multiples of 16."""
     names = kernel.arg_names
     rest = {name: "fp32" for name in names if name not in types and name not in constants}
@@ -33,7 +33,7 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": num_stages})
     asm = compiled.asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -44,6 +44,7 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
     loads = Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
     ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", asm["ptx"])
     found["shared"] = compiled.metadata.shared
+    found["products"] = Counter(re.findall(r"wgmma\.mma_async|mma\.sync", asm["ptx"]))
     return found | {"loads": loads + Counter({4: "b32", 8: "v2.b32", 16: "v4.b32"}[int(size, 16)] for size in ahead)}
 
 
@@ -141,6 +142,25 @@ def inference() -> dict[str, dict]:
         found[f"down, {mlp}{of}"] = build(
             k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
         )
+    return found | many_rows()
+
+
+def many_rows() -> dict[str, dict]:
+    """The products of a decode step of the 0.5B model, by the rows of the batch."""
+    from angpt.fast import rows_kernels as k
+    from angpt.fast import tuning
+
+    fixed = dict.fromkeys(("scale_ptr", "y_ptr"), FP32) | {"x_ptr": BF16, "n": "i32", "k": "i32", "batch": "i32"}
+    found = {}
+    for batch, kind in ((16, BF16), (32, BF16), (64, BF16), (128, BF16), (32, "*fp8e4nv"), (32, "*i8")):
+        rows, cols, warps, stages = tuning.DECODE_TILES[batch]
+        line = k.LINE_BYTES // (2 if kind == BF16 else 1)
+        for name, swiglu, depth in (("qkv", False, 512), ("uz", True, 1024)):
+            found[f"product {name}, {batch} rows" + ("" if kind == BF16 else f", {kind[1:]}")] = build(
+                k._product, fixed | {"w_ptr": kind}, warps, stages,
+                SCALED=kind != BF16, SWIGLU=swiglu, DEPTH=depth, LINE=line, LINES=depth // line, BATCH=batch,
+                ROWS=rows // 2 if swiglu else rows, COLS=cols, OVERLAP=True,
+            )  # fmt: skip
     return found
 
 

@@ -22,6 +22,9 @@ NARROW = {
 """Loads of single numbers, where there may be more than two: a scale, a target, the factor of clipping."""
 
 
+TENSOR_CORES = {True: "wgmma.mma_async", False: "mma.sync"}
+
+
 @pytest.mark.parametrize("folder", ["training", "models", "inference"])
 def test_they_fit_the_registers_and_read_wide(folder):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_DEFAULT_FP_FUSION": "1"}
@@ -38,3 +41,5 @@ def test_they_fit_the_registers_and_read_wide(folder):
         assert found["loads"].get("v4.b32", 0) > 0, name
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)
         assert narrow <= NARROW.get(name, 2), (name, found["loads"])
+        large = name.startswith("product") and int(name.split()[2]) >= 64  # tiles for Hopper's own instruction
+        assert not name.startswith("product") or found["products"].keys() == {TENSOR_CORES[large]}, name

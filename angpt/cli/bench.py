@@ -157,8 +157,8 @@ def decode(
     out: Out = None,
 ) -> None:
     """Decoding with folded models, in one table: time per token, ratio to the baseline, and the lower bound that
-    reading weights and cache sets; time of the prompt, and the lower bound that its operations set; and transformers' own
-    `generate` on an export of the last architecture, with a static cache and, on a GPU, compiled.
+    reading weights and cache sets; time of the prompt, and the lower bound that its operations set; and transformers'
+    own `generate` on an export of the last architecture, with a static cache and, on a GPU, compiled.
 
     All take turns (A B C, C B A, B C A …). Weights are random, which does not affect the time.
 

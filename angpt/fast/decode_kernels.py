@@ -58,12 +58,22 @@ def _row_scales(y, scale_ptr, rows, n, SCALED: tl.constexpr):
 
 
 @triton.jit
+def _summed(ptr, inside, stride, PARTS: tl.constexpr):
+    """The sum of values whose parts are `stride` apart, in fp32."""
+    x = tl.load(ptr, inside, 0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(ptr + part * stride, inside, 0.0)
+    return x
+
+
+@triton.jit
 def _block_input(
-    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-    UPDATE: tl.constexpr, WRITE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    h_ptr, x_ptr, keep_ptr, add_ptr, row, d, stride,
+    UPDATE: tl.constexpr, PARTS: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
     UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The input of a block: the stream after the pending residual update (written by the first program), normed."""
+    """The stream after the pending residual update, and the same normed, the input of a block. What the block before
+    has computed is the sum of its PARTS, each `stride` after the other."""
     cols = tl.arange(0, D)
     inside = cols < d
     if UPDATE and LERP:
@@ -71,18 +81,16 @@ def _block_input(
     _await(OVERLAP)
     h = tl.load(h_ptr + row * d + cols, inside, 0.0)
     if UPDATE:
-        x = tl.load(x_ptr + row * d + cols, inside, 0.0)
+        x = _summed(x_ptr + row * d + cols, inside, stride, PARTS)
         if OUTPUT_NORM:
             x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / d)
         h = keep * h + add * x if LERP else h + x
         if UPDATE_NORM:
             h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
-        if WRITE:  # noqa: SIM102
-            if tl.program_id(0) == 0:
-                tl.store(out_ptr + row * d + cols, h, inside)
+    normed = h
     if INPUT_NORM:
-        h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
-    return h
+        normed = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
+    return h, normed
 
 
 @triton.jit
@@ -92,7 +100,8 @@ def _read(
     UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr,
     ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
+    """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z). The first program writes the stream
+    after the pending residual update."""
     row = tl.program_id(1)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     at = rows.to(tl.int64)[:, None] * d + cols[None, :]
@@ -100,10 +109,13 @@ def _read(
     w = tl.load(w_ptr + at, inside, 0.0)  # loads while the input is computed
     if SWIGLU:
         w_z = tl.load(w_ptr + n.to(tl.int64) * d + at, inside, 0.0)
-    h = _block_input(
-        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
+    stream, h = _block_input(
+        h_ptr, x_ptr, keep_ptr, add_ptr, row, d, 0,
+        UPDATE, 1, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
+    if UPDATE:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.store(out_ptr + row * d + cols, stream, cols < d)
     y = _row_scales(tl.sum(w.to(tl.float32) * h[None, :], axis=1), scale_ptr, rows, n, SCALED)
     if SWIGLU:
         z = _row_scales(tl.sum(w_z.to(tl.float32) * h[None, :], axis=1), scale_ptr, n + rows, 2 * n, SCALED)
@@ -112,24 +124,30 @@ def _read(
 
 
 @triton.jit
-def _head_input(
-    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, d,
-    LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr,
-    EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
+def _advance(
+    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, d, stride,
+    UPDATE: tl.constexpr, PARTS: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The input of the head: the stream after the pending residual update, normed."""
-    row, cols = tl.program_id(1), tl.arange(0, D)
-    h = _block_input(
-        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
+    """out = stream of a row after the pending residual update; y = input of the next block or of the head."""
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    stream, h = _block_input(
+        h_ptr, x_ptr, keep_ptr, add_ptr, row, d, stride,
+        UPDATE, PARTS, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
-    tl.store(out_ptr + row * d + cols, h, cols < d)
+    if UPDATE:
+        tl.store(out_ptr + row * d + cols, stream, cols < d)
+    tl.store(y_ptr + row * d + cols, h.to(y_ptr.dtype.element_ty), cols < d)
 
 
 @triton.jit
-def _rotated(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr):
+def _rotated(
+    ptr, dims, partner, cos, sin, stride,
+    PARTS: tl.constexpr, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr,
+):  # fmt: skip
     """A head of q or k, rotated and normed."""
-    x = tl.load(ptr + dims) * cos + tl.load(ptr + partner) * sin
+    inside = dims < D_HEAD
+    x = _summed(ptr + dims, inside, stride, PARTS) * cos + _summed(ptr + partner, inside, stride, PARTS) * sin
     if QK_NORM:
         x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / D_HEAD)
     return x
@@ -147,11 +165,13 @@ def _slots(k_ptr, v_ptr, first, last, slot, dims, D_HEAD: tl.constexpr, TILE: tl
 def _attend(
     qkv_ptr, cos_ptr, sin_ptr, gain_ptr, positions_ptr, k_ptr, v_ptr, acc_ptr, top_ptr, sum_ptr,
     heads, capacity, shown, stride_row, stride_head,
-    PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr,
-    D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr,
+    EPS: tl.constexpr, HALF: tl.constexpr, D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head of one row to a split of the slots. All splits skip the slot of the new token, which
-    another program may be writing; the first split takes the token from registers."""
+    another program may be writing; the first split takes the token from registers. WHOLE: there is only one split, and
+    acc becomes the output. q, k and v are sums of PARTS."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, d = tl.num_programs(1), heads * D_HEAD
     dims = tl.arange(0, D_HEAD)
@@ -166,10 +186,10 @@ def _attend(
     last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
     keys, values = _slots(k_ptr + cache, v_ptr + cache, first, last, slot, dims, D_HEAD, TILE)
     _await(OVERLAP)
-    start = qkv_ptr + row * 3 * d + head * D_HEAD
-    q = _rotated(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
-    k = _rotated(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
-    v = tl.load(start + 2 * d + dims).to(v_ptr.dtype.element_ty)
+    start, stride = qkv_ptr + row * 3 * d + head * D_HEAD, tl.num_programs(2) * 3 * d
+    q = _rotated(start, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD)
+    k = _rotated(start + d, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
+    v = _summed(start + 2 * d + dims, dims < D_HEAD, stride, PARTS).to(v_ptr.dtype.element_ty)
     if GAINS == 1:
         q = q * tl.load(gain_ptr)
     elif GAINS > 1:
@@ -194,23 +214,19 @@ def _attend(
         top = higher
         keys, values = _slots(k_ptr + cache, v_ptr + cache, tile + TILE, last, slot, dims, D_HEAD, TILE)
     part = row * splits + split
-    tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
-    tl.store(top_ptr + part * heads + head, top)
-    tl.store(sum_ptr + part * heads + head, total)
+    if WHOLE:
+        tl.store(acc_ptr + part * d + head * D_HEAD + dims, (acc / total).to(acc_ptr.dtype.element_ty))
+    else:
+        tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
+        tl.store(top_ptr + part * heads + head, top)
+        tl.store(sum_ptr + part * heads + head, total)
 
 
 @triton.jit
-def _project(
-    w_ptr, scale_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
-    SCALED: tl.constexpr, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def _combined(
+    acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    """x = W · attention, combined over the splits by their sums of exponentials."""
-    row = tl.program_id(1)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEADS * D_HEAD)
-    inside = (rows < n)[:, None] & (cols < d)[None, :]
-    w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
-    _await(OVERLAP)
+    """Attention of a row, combined over the splits by their sums of exponentials."""
     head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
     at, known, part = head[:, None] * D_HEAD + dims[None, :], head < heads, row * SPLITS
     top = tl.load(top_ptr + part * heads + head, known, 0.0)
@@ -221,7 +237,22 @@ def _project(
         weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
         out += weight[:, None] * tl.load(acc_ptr + (part + split) * d + at, known[:, None], 0.0)
         total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
-    out = tl.reshape(out / total[:, None], (HEADS * D_HEAD,))
+    return tl.reshape(out / total[:, None], (HEADS * D_HEAD,))
+
+
+@triton.jit
+def _project(
+    w_ptr, scale_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """x = W · attention."""
+    row = tl.program_id(1)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEADS * D_HEAD)
+    inside = (rows < n)[:, None] & (cols < d)[None, :]
+    w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
+    _await(OVERLAP)
+    out = _combined(acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS, D_HEAD, SPLITS)
     x = _row_scales(tl.sum(w.to(tl.float32) * out[None, :], axis=1), scale_ptr, rows, n, SCALED)
     tl.store(x_ptr + row * n + rows, x, rows < n)
 
@@ -295,11 +326,18 @@ class Steps:
         gain = qkv if layer.gain is None else layer.gain
         _attend[self.heads, splits, batch](
             qkv, *angles, gain, positions, cache.keys, cache.values, acc, top, total, self.heads, capacity, shown,
-            cache.keys.stride(0), cache.keys.stride(1), PER_SPLIT=triton.cdiv(shown, splits), QK_NORM=self.qk_norm,
-            GAINS=0 if layer.gain is None else layer.gain.numel(), TILE=TILE, NEVER=NEVER, **self.head,
-            **self.launch,
+            cache.keys.stride(0), cache.keys.stride(1), PARTS=1, WHOLE=False, **self.qk(layer),
+            **self.split(shown, splits),
         )  # fmt: skip
         return acc, top, total
+
+    def qk(self, layer: Layer) -> dict[str, Any]:
+        """What becomes of q and k, as constants of kernels."""
+        return self.head | {"QK_NORM": self.qk_norm, "GAINS": 0 if layer.gain is None else layer.gain.numel()}
+
+    def split(self, shown: int, splits: int) -> dict[str, Any]:
+        """The constants of `_attend` if the slots are split."""
+        return {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER} | self.launch
 
     def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
@@ -322,13 +360,15 @@ class Steps:
         )  # fmt: skip
         return x
 
-    def head_input(self, h: Tensor, pending: Any) -> Tensor:
-        """The input of the head."""
-        x, keep, add = pending
-        out = torch.empty_like(h)
-        vectors = h if keep is None else keep, h if add is None else add
-        _head_input[1, len(h)](h, x, *vectors, out, self.d, **self.constants, **self.launch)
-        return out
+    def advance(self, h: Tensor, pending: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The stream (…, d) after the pending update, and the input of the next block or of the head in a dtype."""
+        (x, keep, add), out = pending or (h, None, None), h if pending is None else torch.empty_like(h)
+        y = torch.empty(h.shape, dtype=dtype, device=h.device)
+        _advance[(h.numel() // self.d,)](
+            h, x, h if keep is None else keep, h if add is None else add, out, y, self.d, h.numel(),
+            UPDATE=pending is not None, PARTS=x.numel() // h.numel(), **self.constants, **self.launch,
+        )  # fmt: skip
+        return out, y
 
 
 def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
@@ -344,7 +384,7 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
             update_a = steps.project(layer.W_p, layer.W_p_scale, parts), layer.keep_a, layer.add_a
             y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
             pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m
-        seen = steps.head_input(h, pending)
+        _, seen = steps.advance(h, pending, torch.float32)
         if model.W_h_scale is not None:
             return steps.down(model.W_h, model.W_h_scale, seen, READ_ROWS)
         return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)

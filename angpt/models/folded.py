@@ -182,10 +182,10 @@ class Folded(nn.Module):
         """Logits (B, T, V) of whole sequences."""
         return self.head(self.stream(tokens))
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache], layer: Any = Layer.__call__) -> Tensor:
         """Logits (B, V) after the last token of each row; fills the caches. Shorter rows are padded on the right:
         causal attention does not see the padding, and decoding overwrites it in the cache before it is seen."""
-        h = self.stream(tokens, caches)
+        h = self.stream(tokens, caches, layer)
         return self.head(h[torch.arange(len(h), device=h.device), lengths - 1])
 
     def decode(
@@ -201,13 +201,13 @@ class Folded(nn.Module):
             h = layer(part, h, ctx, cache, slots)
         return self.head(h[:, 0])
 
-    def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None, layer: Any = Layer.__call__) -> Tensor:
         """The residual stream after the last layer, (B, T, d_m)."""
         check_tokens(tokens, self.cfg.context)
         ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):
-            h = part(h, ctx, None if caches is None else caches[i])
+            h = layer(part, h, ctx, None if caches is None else caches[i])
         return h
 
     def context(self, positions: Tensor) -> Context:
@@ -240,3 +240,9 @@ class Folded(nn.Module):
 def decode_step(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
     """Logits (B, V) after one more token of each row; see `Folded.decode`."""
     return model.decode(tokens, positions, caches, capacity)
+
+
+@operation
+def read_prompts(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    """Logits (B, V) after the last token of each row; fills the caches. See `Folded.prefill`."""
+    return model.prefill(tokens, lengths, caches)

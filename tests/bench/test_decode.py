@@ -89,12 +89,9 @@ def test_all_cases_are_one_table(capsys: pytest.CaptureFixture[str], tmp_path: P
         assert r["transformers_prefill_ms"]["value"] > 0
     for case in range(0, 16, 4):
         ms = [found[case + i]["token_ms"]["value"] for i in range(4)]
-        assert [found[case + i]["speed"]["value"] for i in range(4)] == pytest.approx(
-            [1, 1, ms[0] / ms[2], ms[1] / ms[3]]
-        )
-        assert [found[case + i]["over_full"]["value"] for i in range(4)] == pytest.approx(
-            [1, ms[0] / ms[1], 1, ms[2] / ms[3]]
-        )
+        speed, over_full = ([r[key]["value"] for r in found[case : case + 4]] for key in ("speed", "over_full"))
+        assert speed == pytest.approx([1, 1, ms[0] / ms[2], ms[1] / ms[3]])
+        assert over_full == pytest.approx([1, ms[0] / ms[1], 1, ms[2] / ms[3]])
 
 
 def test_without_transformers_and_with_several_kinds_of_step() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ def folded(*names: str, **sizes: int) -> Folded:
     return fold(tiny(*names, **sizes).float()).prepare(DEVICE, DTYPE)
 
 
-def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int):
-    """Logits and caches after one step: rows are the positions of the new tokens."""
-    from angpt.fast import decode_kernels as kernels
+def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int, kernels: Any = None):
+    """Logits and caches after one step, by plain operations and by a module of kernels: rows are the positions of the
+    new tokens."""
+    from angpt.fast import decode_kernels
 
+    kernels = kernels or decode_kernels
     generator = torch.Generator().manual_seed(1)
     tokens = some_tokens(len(rows)).to(DEVICE)
     positions = torch.tensor(rows, device=DEVICE)
@@ -75,24 +78,26 @@ def test_a_width_that_is_no_power_of_two() -> None:
     agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
 
 
+def eight_bits(model: Folded, kind: str) -> Folded:
+    """The model in 8 bits, its rows of very different lengths, so that a wrong scale shows."""
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.mul_(torch.logspace(-0.5, 0.5, len(p), device=p.device)[torch.randperm(len(p)), None])
+    return quantize(model, kind)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
 def test_8_bit_weights_are_read_as_they_are(name: str, kind: str) -> None:
-    """Rows of very different lengths, so that a wrong scale shows."""
-    model = folded(name, d_model=32, d_ff=80, context=128)
-    for p in model.parameters():
-        if p.ndim == 2:
-            p.mul_(torch.logspace(-0.5, 0.5, len(p), device=p.device)[torch.randperm(len(p)), None])
-    model = quantize(model, kind)
-    agree(step_both_ways(model, [0, 70, 5], 128, 128))
+    agree(step_both_ways(eight_bits(folded(name, d_model=32, d_ff=80, context=128), kind), [0, 70, 5], 128, 128))
 
 
-def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int) -> list[list[int]]:
+def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int, rows: int = 1) -> list[list[int]]:
     """Greedy tokens with a given form of the step."""
-    engine = Engine(model, 1, 256, count, GREEDY, "plain")
+    engine = Engine(model, rows, 256, count, GREEDY, "plain")
     engine.recorded, engine.decode = False, decode
-    engine.start([[1, 2, 3]], 0)
+    engine.start([[1 + row, 2, 3] for row in range(rows)], 0)
     for _ in range(count - 1):
         engine.advance()
     return engine.read(0)
