@@ -76,7 +76,7 @@ class PromptSteps(Steps):
     def attention(self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Causal attention of whole prompts (B, T, 3 d), whose keys and values fill the cache."""
         rows, length, _ = qkv.shape
-        q = torch.empty(rows, self.heads, length, self.head["D_HEAD"], dtype=qkv.dtype, device=qkv.device)
+        q = torch.empty(rows, self.heads, length, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
         _prompt_heads[length, rows](
             qkv, *angles, qkv if layer.gain is None else layer.gain, q, cache.keys, cache.values, self.heads, length,
             cache.keys.stride(0), cache.keys.stride(1), HEADS=triton.next_power_of_2(self.heads), **self.qk(layer),

@@ -99,14 +99,8 @@ EXAMPLES = {
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""
 OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")
-WITHOUT_GRADIENT = (
-    *OF_OPTIMIZERS,
-    "square_sum",
-    "decode_step",
-    "read_prompts",
-    "symmetric_product",
-    "symmetric_polynomial",
-)
+OF_INFERENCE = ("decode_step", "read_prompts")
+WITHOUT_GRADIENT = (*OF_OPTIMIZERS, *OF_INFERENCE, "square_sum", "symmetric_product", "symmetric_polynomial")
 
 
 def outcome(name, form):
