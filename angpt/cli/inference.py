@@ -139,23 +139,26 @@ def generate_command(
     print("\n".join(f"[{number}] {text}{new.text}\n" for number, (text, new) in numbered), end="")
 
 
-def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:
+def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None, engine: bool = False) -> None:
     """Export a trained model for Hugging Face transformers, which loads it with trust_remote_code=True.
 
     The model card has the results of `angpt eval` for these weights.
 
     Args:
         model: A run folder, or an export that was trained further.
-        out: New folder; the name of the model with -hf unless given.
+        out: New folder; the name of the model with -hf, or with -engine, unless given.
+        engine: For engines that run transformers' models and compute logits as one product, such as vLLM: s_z is
+            multiplied into the head, so that the folder cannot be imported again.
     """
     from angpt.evaluation.results import lines, read_results, with_error
     from angpt.inference.hf import export
     from angpt.inference.source import open_source
 
-    folder, source = out or model.with_name(f"{model.name}-hf"), open_source(model)
+    folder = out or model.with_name(f"{model.name}-{'engine' if engine else 'hf'}")
+    source = open_source(model)
     results = read_results(model)
     found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
-    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found])
+    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)
     terminal().print(f"{folder}: exported")
 
 

@@ -132,6 +132,8 @@ def _open_export(path: Path) -> Source:
         values = json_values(where)
         if values.get("model_type") != "angpt":
             raise UserError(f"model_type is {shown(values.get('model_type'))}; only exports of angpt can be read")
+        if values.get("for_engines"):
+            raise UserError("it was exported for engines, which cannot be undone; give the run that it was made from")
         cfg = from_dict(ModelConfig, values.get("angpt_model"), "angpt_model", finite=True)
         training = from_dict(Training, values.get("angpt_training"), "angpt_training", finite=True)
         weights = [EXPORT_WEIGHTS]

@@ -41,11 +41,8 @@ def test_rows_that_join_and_leave_at_any_time_write_what_they_write_alone(
     ]
     batch, waiting, found = Batch(model, 5, 160), list(range(30)), dict[int, list[int]]()
     if recorded:
-        batch.recorded, batch.reader = (
-            True,
-            PromptReader(model, model.make_caches(1, 160), partial(read_prompts, model)),
-        )
-        batch.reader.recorded = True
+        batch.reader = PromptReader(model, model.make_caches(1, 160), partial(read_prompts, model))
+        batch.recorded = batch.reader.recorded = True
     running: dict[int, Row] = {}
     together = set()
     while waiting or running:
