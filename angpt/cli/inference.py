@@ -102,8 +102,8 @@ def generate_command(
         sliding: Exceed the model's context; each token attends to as many before it as fit.
         device: cpu, cuda, or auto: cuda if there is a GPU.
         precision: Precision of the matrices: fp32, bf16, or auto: bf16 on a GPU.
-        step: How a token is computed: plain operations, hand-written kernels (a few prompts on a GPU), or compiled (a
-            minute before the first token, then faster than plain). auto: kernels where they apply, otherwise plain.
+        step: How a token is computed: plain operations, hand-written kernels (in bf16 on a GPU), or compiled (a minute
+            before the first token, then faster than plain). auto: kernels for up to four prompts, otherwise plain.
     """
     from angpt.data.tokenizers import end_token
     from angpt.inference.generate import encode, generate_text

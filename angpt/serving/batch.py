@@ -49,7 +49,8 @@ class Batch:
 
     @property
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for cache in self.caches for tensor in cache)
+        single = [] if self.reader is None else self.reader.caches
+        return sum(tensor.nbytes for cache in [*self.caches, *single] for tensor in cache)
 
     @torch.no_grad()
     def join(self, prompt: Sequence[int], how: Sampling, seed: int) -> Row:

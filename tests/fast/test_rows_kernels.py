@@ -11,7 +11,7 @@ from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded, ste
 from tests.triton_anywhere import ON_GPU, kernels_apply  # noqa: F401
 
 ROWS = [0, 70, 5, 33, 127]
-SMALL = {16: (16, 16, 4, 2), 32: (32, 16, 4, 2)}
+SMALL = {16: (32, 16, 4, 2), 32: (32, 16, 4, 2)}
 
 
 @pytest.fixture(autouse=True)
