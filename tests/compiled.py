@@ -142,7 +142,7 @@ def inference() -> dict[str, dict]:
         found[f"down, {mlp}{of}"] = build(
             k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
         )
-    return found | many_rows()
+    return found | many_rows() | between_products()
 
 
 def many_rows() -> dict[str, dict]:
@@ -162,6 +162,35 @@ def many_rows() -> dict[str, dict]:
                 ROWS=rows // 2 if swiglu else rows, COLS=cols, OVERLAP=True,
             )  # fmt: skip
     return found
+
+
+def between_products() -> dict[str, dict]:
+    """Attention, residual updates and heads of the 0.5B model, as they lie between products."""
+    from angpt.fast import decode_kernels as few
+    from angpt.fast import prompt_kernels as prompts
+    from angpt.fast import rows_kernels as many
+
+    head = {"QK_NORM": True, "GAINS": 1, "EPS": 1e-20, "HALF": 16, "D_HEAD": 64}
+    slots = {"PER_SPLIT": 512, "TILE": few.TILE, "NEVER": few.NEVER, "OVERLAP": True}
+    angles = dict.fromkeys(("cos_ptr", "sin_ptr", "gain_ptr"), FP32)
+    cache = {"k_ptr": BF16, "v_ptr": BF16, "stride_row": "i32", "stride_head": "i32", "heads": "i32"}
+    attention = angles | cache | {"qkv_ptr": FP32, "positions_ptr": I64, "capacity": "i32", "shown": "i32"}
+    attention |= {"top_ptr": FP32, "sum_ptr": FP32}
+    update = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr"), FP32) | {"d": "i32", "stride": "i32"}
+    seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "D": 1024}
+    sums = {"acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "out_ptr": BF16, "d": "i32", "heads": "i32"}
+    packed = angles | cache | {"qkv_ptr": BF16, "q_ptr": BF16, "length": "i32"}
+    return {
+        "attend, split": build(few._attend, attention | {"acc_ptr": FP32}, 4, PARTS=1, WHOLE=False, **head, **slots),
+        "attend, whole": build(few._attend, attention | {"acc_ptr": BF16}, 4, PARTS=2, WHOLE=True, **head, **slots),
+        "combine": build(many._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
+        "advance, rows": build(few._advance, update | {"y_ptr": BF16}, 4, UPDATE=True, PARTS=8, OVERLAP=True, **seen),
+        "advance, prompts": build(
+            few._advance, update | {"x_ptr": BF16, "y_ptr": BF16}, 4, UPDATE=True, PARTS=1, OVERLAP=False, **seen
+        ),
+        "advance, first": build(few._advance, update | {"y_ptr": BF16}, 4, UPDATE=False, PARTS=1, OVERLAP=True, **seen),
+        "heads of prompts": build(prompts._prompt_heads, packed, 4, HEADS=16, **head),
+    }
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ NARROW = {
     "heads backward, 16 of 64": 4,  # angles: all heads share them, so that a tile has few
     **dict.fromkeys(("project, 1024", "project, 2048"), 64),  # of each head, as many splits as there can be
     **{f"project, 1024, {kind}": 68 for kind in ("fp8e4nv", "i8")},  # and the scales of eight rows
+    "attend, split": 8,  # the partners of rotated dimensions, angles
+    "attend, whole": 13,
+    "combine": 8,  # numbers of each head
     **{f"read {name}, 1024, {kind}": 8 for name in ("qkv", "uz") for kind in ("fp8e4nv", "i8")},
 }
 """Loads of single numbers, where there may be more than two: a scale, a target, the factor of clipping."""
