@@ -18,9 +18,11 @@ Device = Literal["auto", "cpu", "cuda"]
 Parallel = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["auto", "fp32", "bf16"]
 Step = Literal["auto", "plain", "kernels", "compiled"]
-"""How a decode step is computed. plain: PyTorch operations. kernels: five hand-written kernels per layer, for small
-batches in bf16 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels
-where they apply, otherwise plain."""
+"""How prompts are read and a decode step is computed. plain: PyTorch operations. kernels: hand-written kernels, in bf16
+on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels for up to four rows,
+otherwise plain."""
+Weights = Literal["full", "fp8", "int8"]
+"""Matrices of a folded model: full, in the precision of the products; fp8 (e4m3) or int8, with a scale per row."""
 LEAST, MOST = 1e-30, 1e30
 """Limits of factors and rates, which fp32 holds."""
 BETWEEN = f"between {LEAST:g} and {MOST:g}"

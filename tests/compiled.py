@@ -1,7 +1,7 @@
 """Compiles kernels for a GPU that need not be there, and says what became of them: `python -m tests.compiled`.
 
 A process of its own, because tests have Triton interpret kernels. Prints JSON: stack and registers of a thread, bytes
-of shared memory, and the instructions that load from memory, by their kind.
+of shared memory, and the instructions that load from memory and that multiply on tensor cores, by their kind.
 """
 
 import json
@@ -22,7 +22,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP32, I64 = "*bf16", "*fp32", "*i64"
 
 
-def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
+def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **constants) -> dict:
     """All pointers and the integers of `types` are multiples of 16."""
     names = kernel.arg_names
     rest = {name: "fp32" for name in names if name not in types and name not in constants}
@@ -33,7 +33,7 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": num_stages})
     asm = compiled.asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -44,6 +44,7 @@ def build(kernel, types: dict[str, str], num_warps: int, **constants) -> dict:
     loads = Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
     ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", asm["ptx"])
     found["shared"] = compiled.metadata.shared
+    found["products"] = Counter(re.findall(r"wgmma\.mma_async|mma\.sync", asm["ptx"]))
     return found | {"loads": loads + Counter({4: "b32", 8: "v2.b32", 16: "v4.b32"}[int(size, 16)] for size in ahead)}
 
 
@@ -120,26 +121,76 @@ def models() -> dict[str, dict]:
 def inference() -> dict[str, dict]:
     from angpt.fast import decode_kernels as k
 
-    stream = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr"), FP32)
+    vectors = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr", "y_ptr", "scale_ptr"), FP32)
     sizes = {"n": "i32", "d": "i32"}
     seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "OVERLAP": True}
     found = {}
-    for width, mlp in ((1024, 4096), (2048, 8192)):  # the 0.5B and the 1B model
+    for width, mlp, kind in ((1024, 4096, BF16), (2048, 8192, BF16), (1024, 4096, "*fp8e4nv"), (1024, 4096, "*i8")):
+        weight, scaled = {"w_ptr": kind}, {"SCALED": kind != BF16}
+        of = "" if kind == BF16 else f", {kind[1:]}"
         for name, swiglu in (("qkv", False), ("uz", True)):
-            found[f"read {name}, {width}"] = build(
-                k._read, {"w_ptr": BF16} | stream | sizes, k.warps(width),
-                UPDATE=True, SWIGLU=swiglu, ROWS=k.READ_ROWS, D=width, **seen,
+            found[f"read {name}, {width}{of}"] = build(
+                k._read, weight | vectors | sizes, k.warps(width),
+                UPDATE=True, SWIGLU=swiglu, ROWS=k.READ_ROWS, D=width, **seen, **scaled,
             )  # fmt: skip
-        parts = {"w_ptr": BF16, "acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "x_ptr": FP32}
-        found[f"project, {width}"] = build(
-            k._project, parts | sizes | {"heads": "i32"}, k.warps(width),
-            D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, D=width, OVERLAP=True,
+        parts = dict.fromkeys(("scale_ptr", "acc_ptr", "top_ptr", "sum_ptr", "x_ptr"), FP32)
+        found[f"project, {width}{of}"] = build(
+            k._project, weight | parts | sizes | {"heads": "i32"}, k.warps(width),
+            HEADS=width // 64, D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, OVERLAP=True, **scaled,
         )  # fmt: skip
-        found[f"down, {mlp}"] = build(
-            k._down, {"w_ptr": BF16, "y_ptr": FP32, "x_ptr": FP32, "n": "i32", "width": "i32"}, k.warps(mlp // 4),
-            ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True,
-        )  # fmt: skip
+        pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | {"n": "i32", "width": "i32"}
+        found[f"down, {mlp}{of}"] = build(
+            k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
+        )
+    return found | many_rows() | between_products()
+
+
+def many_rows() -> dict[str, dict]:
+    """The products of a decode step of the 0.5B model, by the rows of the batch."""
+    from angpt.fast import rows_kernels as k
+    from angpt.fast import tuning
+
+    fixed = dict.fromkeys(("scale_ptr", "y_ptr"), FP32) | {"x_ptr": BF16, "n": "i32", "k": "i32", "batch": "i32"}
+    found = {}
+    for batch, kind in ((16, BF16), (32, BF16), (64, BF16), (128, BF16), (32, "*fp8e4nv"), (32, "*i8")):
+        rows, cols, warps, stages = tuning.DECODE_TILES[batch]
+        line = k.LINE_BYTES // (2 if kind == BF16 else 1)
+        for name, swiglu, depth in (("qkv", False, 512), ("uz", True, 1024)):
+            found[f"product {name}, {batch} rows" + ("" if kind == BF16 else f", {kind[1:]}")] = build(
+                k._product, fixed | {"w_ptr": kind}, warps, stages,
+                SCALED=kind != BF16, SWIGLU=swiglu, DEPTH=depth, LINE=line, LINES=depth // line, BATCH=batch,
+                ROWS=rows // 2 if swiglu else rows, COLS=cols, OVERLAP=True,
+            )  # fmt: skip
     return found
+
+
+def between_products() -> dict[str, dict]:
+    """Attention, residual updates and heads of the 0.5B model, as they lie between products."""
+    from angpt.fast import decode_kernels as few
+    from angpt.fast import prompt_kernels as prompts
+    from angpt.fast import rows_kernels as many
+
+    head = {"QK_NORM": True, "GAINS": 1, "EPS": 1e-20, "HALF": 16, "D_HEAD": 64}
+    slots = {"PER_SPLIT": 512, "TILE": few.TILE, "NEVER": few.NEVER, "OVERLAP": True}
+    angles = dict.fromkeys(("cos_ptr", "sin_ptr", "gain_ptr"), FP32)
+    cache = {"k_ptr": BF16, "v_ptr": BF16, "stride_row": "i32", "stride_head": "i32", "heads": "i32"}
+    attention = angles | cache | {"qkv_ptr": FP32, "positions_ptr": I64, "capacity": "i32", "shown": "i32"}
+    attention |= {"top_ptr": FP32, "sum_ptr": FP32}
+    update = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr"), FP32) | {"d": "i32", "stride": "i32"}
+    seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "D": 1024}
+    sums = {"acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "out_ptr": BF16, "d": "i32", "heads": "i32"}
+    packed = angles | cache | {"qkv_ptr": BF16, "q_ptr": BF16, "length": "i32"}
+    return {
+        "attend, split": build(few._attend, attention | {"acc_ptr": FP32}, 4, PARTS=1, WHOLE=False, **head, **slots),
+        "attend, whole": build(few._attend, attention | {"acc_ptr": BF16}, 4, PARTS=2, WHOLE=True, **head, **slots),
+        "combine": build(many._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
+        "advance, rows": build(few._advance, update | {"y_ptr": BF16}, 4, UPDATE=True, PARTS=8, OVERLAP=True, **seen),
+        "advance, prompts": build(
+            few._advance, update | {"x_ptr": BF16, "y_ptr": BF16}, 4, UPDATE=True, PARTS=1, OVERLAP=False, **seen
+        ),
+        "advance, first": build(few._advance, update | {"y_ptr": BF16}, 4, UPDATE=False, PARTS=1, OVERLAP=True, **seen),
+        "heads of prompts": build(prompts._prompt_heads, packed, 4, HEADS=16, **head),
+    }
 
 
 if __name__ == "__main__":

@@ -15,10 +15,17 @@ WIDE = ("update backward, 16384", "rms backward, 16384", "heads backward, 40 of 
 """Several times as wide as the models of the paper: they must run there, if not fast."""
 NARROW = {
     "heads backward, 16 of 64": 4,  # angles: all heads share them, so that a tile has few
-    "project, 1024": 256,  # a number for the head of each column, with as many parts of attention as there can be
-    "project, 2048": 256,
+    **dict.fromkeys(("project, 1024", "project, 2048"), 64),  # of each head, as many splits as there can be
+    **{f"project, 1024, {kind}": 68 for kind in ("fp8e4nv", "i8")},  # and the scales of eight rows
+    "attend, split": 8,  # the partners of rotated dimensions, angles
+    "attend, whole": 13,
+    "combine": 8,  # numbers of each head
+    **{f"read {name}, 1024, {kind}": 8 for name in ("qkv", "uz") for kind in ("fp8e4nv", "i8")},
 }
 """Loads of single numbers, where there may be more than two: a scale, a target, the factor of clipping."""
+
+
+TENSOR_CORES = {True: "wgmma.mma_async", False: "mma.sync"}
 
 
 @pytest.mark.parametrize("folder", ["training", "models", "inference"])
@@ -37,3 +44,5 @@ def test_they_fit_the_registers_and_read_wide(folder):
         assert found["loads"].get("v4.b32", 0) > 0, name
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)
         assert narrow <= NARROW.get(name, 2), (name, found["loads"])
+        large = name.startswith("product") and int(name.split()[2]) >= 64  # tiles for Hopper's own instruction
+        assert not name.startswith("product") or found["products"].keys() == {TENSOR_CORES[large]}, name

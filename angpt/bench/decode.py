@@ -1,39 +1,50 @@
 """`angpt bench decode`: decoding and prefill with folded models, in turns, compared with the bytes that must be read
-and with transformers' own `generate` on the same weights."""
+and the operations that must be computed, and with transformers' own `generate` on the same weights."""
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from angpt.bench.measure import between, in_turns, median, ratio
-from angpt.config import ModelConfig, Step
+from angpt.bench.measure import between, median, orders, ratio, timed
+from angpt.config import ModelConfig, Step, Weights
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
+from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
-from angpt.models.folded import Folded
+from angpt.models.decoder import Decoder
+from angpt.models.folded import Cache, Folded
 from angpt.models.variants import build
 from angpt.present.tables import Table
-from angpt.present.words import plural
 from angpt.stats import Interval
-from angpt.training.hardware import bandwidth, synchronize
+from angpt.training.hardware import bandwidth, peak_flops, synchronize
 
 REFERENCE_TOKENS = 33
 """New tokens of transformers per turn; the first comes with the prefill."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """Measurements of one architecture at one batch size, with one kind of step."""
+class Kind(NamedTuple):
+    """What is measured: an architecture, the format of its matrices, and how its step is computed."""
 
     architecture: str
+    weights: Weights
+    step: Step
+
+
+@dataclass(frozen=True)
+class Result:
+    """Measurements of one kind at one batch size and length of the prompt."""
+
+    architecture: str
+    weights: Weights
+    step: Step
     size: str
     batch: int
-    step: Step
     prompt: int
     new_tokens: int
     token_ms: Interval
@@ -41,165 +52,243 @@ class Result:
     tokens_per_s: float
     """Tokens per second of all rows together."""
     speed: Interval
-    """Speed relative to the baseline with the same kind of step."""
+    """Speed relative to the first architecture with the same weights and step."""
+    over_full: Interval
+    """Speed relative to the first format of the weights with the same architecture and step."""
     floor_ms: float
     """Lower bound: bytes of weights and cache that a step must read, divided by the measured bandwidth of a copy."""
     prefill_ms: Interval
     prefill_tokens_per_s: float
+    prefill_floor_ms: float
+    """Lower bound: operations of the prefill divided by the rate of a large matrix product, or bytes of the weights
+    divided by the bandwidth of a copy, whichever is longer."""
     first_token_s: float
     """Seconds from building the engine to its second token, including capture and compilation."""
     transformers_ms: Interval | None
-    """Time of a step of transformers' greedy `generate`, with its own cache."""
-    over_transformers: Interval | None
-    """Time of a step of transformers divided by ours."""
+    """Time of a step of transformers' greedy `generate` with a static cache, on a GPU compiled by it."""
+    transformers_prefill_ms: Interval | None
+    """Time of transformers' `generate` of one token."""
 
 
 class DecodingModel:
-    """A folded model after the prefill, which decodes the same tokens in every turn."""
+    """A folded model that reads the same prompts and decodes the same tokens in every turn."""
 
-    def __init__(self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int) -> None:
+    def __init__(
+        self, model: Folded, batch: int, step: Step, prompt: int, new_tokens: int, caches: Sequence[Cache] | None = None
+    ) -> None:
+        """`caches` may be shared with other models: a turn reads the prompts first."""
         self.model, self.new_tokens = model, new_tokens
         generator = torch.Generator().manual_seed(0)
-        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).to(model.device)
-        self.lengths = torch.full((batch,), prompt, device=model.device)
+        self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).tolist()
         synchronize(model.device)
         start = time.perf_counter()
-        self.engine = Engine(model, batch, -(-(prompt + new_tokens) // 64) * 64, new_tokens, GREEDY, step)
-        self.engine.start(self.prompts.tolist(), seed=0)
-        kept = (self.engine.tokens, self.engine.positions, self.engine.count)
-        self.begun = [(tensor, tensor.clone()) for tensor in kept]
+        self.engine = Engine(model, batch, slots(prompt, new_tokens), new_tokens, GREEDY, step, caches)
+        self.prefill()
         self.engine.advance()
         synchronize(model.device)
         self.first_token_s = time.perf_counter() - start
 
+    def prefill(self) -> None:
+        """Read the prompts and choose the first new token."""
+        self.engine.start(self.prompts, seed=0)
+
     def decode(self) -> None:
         """Decode from the first new token to the last."""
-        for tensor, value in self.begun:
-            tensor.copy_(value)
-        self.engine.made, self.engine.longest = 1, self.prompts.shape[1]
-        for _ in range(self.new_tokens - 1):
+        while self.engine.made < self.new_tokens:
             self.engine.advance()
 
-    @torch.no_grad()
-    def prefill(self) -> None:
-        self.model.prefill(self.prompts, self.lengths, self.engine.caches)
+
+def slots(prompt: int, new_tokens: int) -> int:
+    return -(-(prompt + new_tokens) // 64) * 64
 
 
 def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
     """Bytes that a step must read, on average over the new tokens: weights (one row of the embedding per token), and
     keys and values of the earlier tokens."""
     cfg = model.cfg
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    weights -= (model.W_e.shape[0] - batch) * cfg.d_model * model.W_e.element_size()
-    return weights + 2 * cfg.n_layers * batch * (prompt + new_tokens / 2) * cfg.d_model * model.W_h.element_size()
+    cache = 2 * cfg.n_layers * batch * (prompt + new_tokens / 2) * cfg.d_model * model.dtype.itemsize
+    return weight_bytes(model) + batch * cfg.d_model * model.W_e.element_size() + cache
+
+
+def weight_bytes(model: Folded) -> int:
+    """Bytes of all parameters except the embedding, of which a step reads single rows."""
+    return sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("W_e"))
+
+
+def prefill_flops(cfg: ModelConfig, batch: int, prompt: int) -> float:
+    """Operations of reading prompts: two per matrix entry and token, causal attention at half, the head once a row."""
+    layer = 4 * cfg.d_model**2 + 3 * cfg.d_model * cfg.d_mlp
+    attention = 2 * batch * prompt**2 * cfg.d_model * cfg.n_layers
+    return 2 * batch * (prompt * cfg.n_layers * layer + cfg.vocab_size * cfg.d_model) + attention
+
+
+class Models:
+    """The models of a benchmark, built once for all cases: random weights, which do not affect the time."""
+
+    def __init__(
+        self, size: str, kinds: Sequence[Kind], context: int, device: torch.device, dtype: torch.dtype, reference: bool
+    ) -> None:
+        """`reference`: also measure transformers with the last architecture, of which only one form is compiled."""
+        self.size, self.kinds, self.device, self.dtype = size, kinds, device, dtype
+        self.folded: dict[tuple[str, Weights], Folded] = {}
+        self.trained: Decoder | None = None
+        for name in dict.fromkeys(kind.architecture for kind in kinds):
+            standard = ModelConfig.size(size, architecture=name)
+            with device:
+                trained = build(ModelConfig.size(size, architecture=name, context=max(context, standard.context)))
+            full = fold(trained)
+            for weights in dict.fromkeys(kind.weights for kind in kinds):
+                self.folded[name, weights] = full if weights == "full" else quantize(full, weights)
+            if reference and name == kinds[-1].architecture:
+                self.trained = trained
+        for model in self.folded.values():
+            model.prepare(device, dtype)
 
 
 def bench_decode(
-    size: str,
-    architectures: Sequence[str],
-    batch: int,
-    steps: Sequence[Step],
-    prompt: int,
-    new_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    rounds: int,
-    reference: bool,
-    progress: Callable[[str], None],
+    models: Models, batch: int, prompt: int, new_tokens: int, rounds: int, progress: Callable[[str], None]
 ) -> list[Result]:
-    """Measure all architectures at one batch size; the first is the baseline."""
-    context = ModelConfig.size(size).context
-    if prompt + new_tokens > context:
-        raise UserError(f"a prompt of {prompt} and {new_tokens} new tokens do not fit the context of {context:,}")
-    subjects: dict[tuple[str, Step], DecodingModel] = {}
-    turns: dict[Any, Callable[[], Any]] = {}
-    for name in architectures:
-        progress(f"{name}: building and folding")
-        with device:
-            model = build(ModelConfig.size(size, architecture=name))
-        folded = fold(model).prepare(device, dtype)
-        for step in steps:
-            progress(f"{name}: first tokens, {step}")
-            subjects[name, step] = subject = DecodingModel(folded, batch, step, prompt, new_tokens)
-            turns["decode", name, step] = subject.decode
-            turns.setdefault(("prefill", name), subject.prefill)
-        if reference:
-            from angpt.inference.hf import as_transformers
-
-            options = {"attention_mask": torch.ones_like(subject.prompts), "do_sample": False, "pad_token_id": 0}
-            theirs = partial(
-                as_transformers(model, device, dtype).generate, subject.prompts, eos_token_id=None, **options
-            )
-            for key, count in (("long", REFERENCE_TOKENS), ("short", 1)):
-                turns[key, name] = partial(theirs, min_new_tokens=count, max_new_tokens=count)
+    """Measure all kinds at one batch size and length of the prompt; the first architecture is the baseline."""
+    device = models.device
+    caches = next(iter(models.folded.values())).make_caches(batch, slots(prompt, new_tokens))
+    subjects: dict[Kind, DecodingModel] = {}
+    for kind in models.kinds:
+        progress(f"first tokens of {' '.join(kind)}")
+        model = models.folded[kind.architecture, kind.weights]
+        subjects[kind] = DecodingModel(model, batch, kind.step, prompt, new_tokens, caches)
+    turns: dict[Any, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        kind: (subject.prefill, subject.decode) for kind, subject in subjects.items()
+    }
+    if models.trained is not None:
+        turns["transformers"] = reference_turn(models, next(iter(subjects.values())).prompts)
     progress("warming up")
-    in_turns(turns, device, rounds=1)
+    measure(turns, device, rounds=2)
     progress(f"{rounds} rounds")
-    seconds = in_turns(turns, device, rounds)
-    rate = bandwidth(device)
-    results = []
-    for (name, step), subject in subjects.items():
-        token = [s / (new_tokens - 1) for s in seconds["decode", name, step]]
-        base = [s / (new_tokens - 1) for s in seconds["decode", architectures[0], step]]
-        theirs_s = None
-        if reference:
-            pairs = zip(seconds["long", name], seconds["short", name], strict=True)
-            theirs_s = [(long - short) / (REFERENCE_TOKENS - 1) for long, short in pairs]
-        prefill = median(seconds["prefill", name])
-        results.append(
-            Result(
-                architecture=name,
-                size=size,
-                batch=batch,
-                step=step,
-                prompt=prompt,
-                new_tokens=new_tokens,
-                token_ms=median(token).times(1e3),
-                tokens_per_s=batch / median(token).mean,
-                speed=ratio(base, token),
-                floor_ms=1e3 * floor_bytes(subject.model, batch, prompt, new_tokens) / rate,
-                prefill_ms=prefill.times(1e3),
-                prefill_tokens_per_s=batch * prompt / prefill.mean,
-                first_token_s=subject.first_token_s,
-                transformers_ms=None if theirs_s is None else median(theirs_s).times(1e3),
-                over_transformers=None if theirs_s is None else ratio(theirs_s, token),
-            )
+    prefill, decode = measure(turns, device, rounds)
+    found = [result(models, subjects[kind], kind, batch, prompt, prefill, decode) for kind in models.kinds]
+    del turns, subjects, caches  # before the memory of the next case is allocated
+    torch.compiler.reset()  # the next case has other shapes, for which transformers is to be compiled anew
+    gc.collect()
+    return found
+
+
+def reference_turn(models: Models, prompts: Sequence[Sequence[int]]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """transformers' greedy `generate` of one token, and of several, with a static cache. On a GPU it then compiles the
+    step itself, with CUDA graphs."""
+    from angpt.inference.hf import as_transformers
+
+    assert models.trained is not None
+    tokens = torch.tensor(prompts, device=models.device)
+    generate = partial(
+        as_transformers(models.trained, models.device, models.dtype).generate, tokens,
+        attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, eos_token_id=None,
+        cache_implementation="static",
+    )  # fmt: skip
+    long, short = (partial(generate, min_new_tokens=n, max_new_tokens=n) for n in (REFERENCE_TOKENS, 1))
+    long()  # the longer cache first: transformers keeps the largest length
+    return short, long
+
+
+def measure(
+    turns: Mapping[Any, tuple[Callable[[], Any], Callable[[], Any]]], device: torch.device, rounds: int
+) -> tuple[dict[Any, list[float]], dict[Any, list[float]]]:
+    """Seconds of the prefill and of what follows, of each kind in each round, in changing order."""
+    prefill: dict[Any, list[float]] = {name: [] for name in turns}
+    decode: dict[Any, list[float]] = {name: [] for name in turns}
+    for order in orders(list(turns), rounds):
+        for name in order:
+            first, rest = turns[name]
+            with timed(device, prefill[name]):
+                first()
+            with timed(device, decode[name]):
+                rest()
+    return prefill, decode
+
+
+def result(
+    models: Models,
+    subject: DecodingModel,
+    kind: Kind,
+    batch: int,
+    prompt: int,
+    prefill: Mapping[Any, Sequence[float]],
+    decode: Mapping[Any, Sequence[float]],
+) -> Result:
+    model, steps, rate = subject.model, subject.new_tokens - 1, bandwidth(models.device)
+    token = [s / steps for s in decode[kind]]
+    base, full = (
+        [s / steps for s in decode[other]]
+        for other in (
+            kind._replace(architecture=models.kinds[0].architecture),
+            kind._replace(weights=models.kinds[0].weights),
         )
-    return results
+    )
+    theirs = None
+    if models.trained is not None:
+        pairs = zip(decode["transformers"], prefill["transformers"], strict=True)
+        theirs = [(long - short) / (REFERENCE_TOKENS - 1) for long, short in pairs]
+    computed = prefill_flops(model.cfg, batch, prompt) / peak_flops(models.device, models.dtype)
+    reading = median(prefill[kind])
+    return Result(
+        **kind._asdict(),
+        size=models.size,
+        batch=batch,
+        prompt=prompt,
+        new_tokens=subject.new_tokens,
+        token_ms=median(token).times(1e3),
+        tokens_per_s=batch / median(token).mean,
+        speed=ratio(base, token),
+        over_full=ratio(full, token),
+        floor_ms=1e3 * floor_bytes(model, batch, prompt, subject.new_tokens) / rate,
+        prefill_ms=reading.times(1e3),
+        prefill_tokens_per_s=batch * prompt / reading.mean,
+        prefill_floor_ms=1e3 * max(computed, weight_bytes(model) / rate),
+        first_token_s=subject.first_token_s,
+        transformers_ms=None if theirs is None else median(theirs).times(1e3),
+        transformers_prefill_ms=None if theirs is None else median(prefill["transformers"]).times(1e3),
+    )
+
+
+def kinds_of(architectures: Sequence[str], weights: Sequence[Weights], steps: Sequence[Step]) -> list[Kind]:
+    """All combinations, each once."""
+    if len(set(weights)) > 1 and weights[0] != "full":
+        raise UserError("--weights: name full first, to which the others are compared")
+    return list(dict.fromkeys(Kind(a, w, s) for a in architectures for w in weights for s in steps))
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    first = results[0]
-    several = len({r.step for r in results}) > 1
-    names = [f"{r.architecture} {r.step}" if several else r.architecture for r in results]
-    decoding = Table(
-        ("", "ms/token", "quartiles", "tokens/s", f"÷ {first.architecture}", "95 %", "÷ floor"),
-        [
+    """One table of all cases. The time of transformers is that of the last architecture."""
+    first, reference = results[0], results[-1].architecture
+    columns = [
+        "rows", "prompt", "model", "ms/token", "tokens/s", f"÷ {first.architecture}", "÷ full", "floor", "÷ floor",
+        "transformers", "×", "prompt ms", "floor", "÷ floor", "transformers", "×",
+    ]  # fmt: skip
+    rows = []
+    for r in results:
+        theirs = ("", "", "", "")
+        if r.transformers_ms is not None and r.transformers_prefill_ms is not None and r.architecture == reference:
+            theirs = (
+                f"{r.transformers_ms.mean:.3f}", f"{r.transformers_ms.mean / r.token_ms.mean:.1f}",
+                f"{r.transformers_prefill_ms.mean:.2f}", f"{r.transformers_prefill_ms.mean / r.prefill_ms.mean:.1f}",
+            )  # fmt: skip
+        several = {x.step for x in results} != {"auto"}
+        rows.append(
             (
-                name,
-                *between(r.token_ms, ".3f"),
+                f"{r.batch:,}",
+                f"{r.prompt:,}",
+                " ".join([r.architecture, *([r.weights] if r.weights != "full" else []), *([r.step] * several)]),
+                f"{r.token_ms.mean:.3f}",
                 f"{r.tokens_per_s:,.0f}",
-                *between(r.speed, ".3f", ends=r.architecture != first.architecture),
-                f"{r.token_ms.mean / r.floor_ms:.2f}",
-            )
-            for name, r in zip(names, results, strict=True)
-        ],
-        f"{first.size}, {plural(first.batch, 'row')}, {first.new_tokens} tokens after {first.prompt}",
-    )
-    other = Table(
-        ("", "floor ms", "prefill ms", "tokens/s", "first s", "transformers ms", "speed-up"),
-        [
-            (
-                name,
+                "" if r.architecture == first.architecture else "{} ({})".format(*between(r.speed, ".3f")),
+                "" if r.weights == first.weights else f"{r.over_full.mean:.2f}",
                 f"{r.floor_ms:.3f}",
+                f"{r.token_ms.mean / r.floor_ms:.2f}",
+                *theirs[:2],
                 f"{r.prefill_ms.mean:.2f}",
-                f"{r.prefill_tokens_per_s:,.0f}",
-                f"{r.first_token_s:.1f}",
-                "" if r.transformers_ms is None else f"{r.transformers_ms.mean:.2f}",
-                "" if r.over_transformers is None else "× ".join(between(r.over_transformers, ".1f")),
+                f"{r.prefill_floor_ms:.2f}",
+                f"{r.prefill_ms.mean / r.prefill_floor_ms:.2f}",
+                *theirs[2:],
             )
-            for name, r in zip(names, results, strict=True)
-        ],
-        "Lower bound, prefill, time to the second token, transformers",
-    )
-    return [decoding, other]
+        )
+    note = "Floor of a token: bytes of weights and cache ÷ bandwidth; of a prompt: operations ÷ rate of a product."
+    return [Table(columns, rows, f"{first.size}, {first.new_tokens} tokens after a prompt", note, left=(2,))]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import arg
 
-from angpt.config import Device, Precision, Step, TrainConfig
+from angpt.config import Device, Precision, Step, TrainConfig, Weights
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
 from angpt.present.terminal import terminal
@@ -149,48 +149,57 @@ def data(
 def decode(
     size: str = "32M",
     architectures: Architectures = ARCHITECTURES,
-    batches: tuple[int, ...] = (1, 32),
+    batches: tuple[int, ...] = (1, 8, 32, 128),
+    prompts: tuple[int, ...] = (128, 2048),
+    weights: tuple[Weights, ...] = ("full",),
     steps: tuple[Step, ...] = ("auto",),
-    prompt: int = 128,
-    tokens: int = 256,
+    tokens: int = 128,
     rounds: Rounds = 5,
     transformers: bool = True,
     device: On = "auto",
     precision: In = "auto",
     out: Out = None,
 ) -> None:
-    """Decoding with folded models: time per token, ratio to the baseline, and the lower bound that reading weights and
-    cache sets; prefill of the prompt; and transformers' own `generate` on an export.
+    """Decoding with folded models, in one table: time per token, ratio to the baseline, and the lower bound that
+    reading weights and cache sets; time of the prompt, and the lower bound that its operations set; and transformers'
+    own `generate` on an export of the last architecture, with a static cache and, on a GPU, compiled.
 
     All take turns (A B C, C B A, B C A …). Weights are random, which does not affect the time.
 
     Args:
         size: Model size.
         batches: Rows that are decoded together, one or more numbers.
+        prompts: Tokens of the prompt, one or more numbers.
+        weights: Format of the matrices (see `angpt fold --help`), one or more, full first.
         steps: How a step is computed (see `angpt generate --help`), one or more.
-        prompt: Tokens of the prompt.
         tokens: Tokens to generate.
         transformers: Also measure transformers, if it is installed.
     """
     import importlib.util
 
-    from angpt.bench.decode import bench_decode, tables
-    from angpt.training.hardware import bandwidth
+    from angpt.bench.decode import Models, bench_decode, kinds_of, tables
 
     if tokens < 2:
         raise UserError(f"--tokens {tokens}: at least 2 are needed, since the prefill gives the first")
-    least = {"rounds": rounds, "prompt": prompt, "batches": min(batches, default=0), "steps": len(steps)}
+    least = {"rounds": rounds, "steps": len(steps), "weights": len(weights)}
+    least |= {"batches": min(batches, default=0), "prompts": min(prompts, default=0)}
     for name in architectures:
         if ":" in name:
             raise UserError(f"--architectures {name}: decoding does not depend on the optimizer; leave out :muon")
+    kinds = kinds_of(architectures, weights, steps)
     console, where, dtype = _start(device, precision, architectures, **least)
     reference = transformers and importlib.util.find_spec("transformers") is not None
-    console.print(f"a copy: {bandwidth(where) / 1e12:.2f} TB/s")
+    _print_rates(console, where, dtype)
     if transformers and not reference:
         console.print("transformers is not installed: no reference")
-    options = (steps, prompt, tokens, where, dtype, rounds, reference)
-    measures = {f"{size}, {rows} rows": partial(bench_decode, size, architectures, rows, *options) for rows in batches}
-    _measure(console, where, out, measures, tables)
+    with console.status("building and folding"):
+        models = Models(size, kinds, max(prompts) + tokens, where, dtype, reference)
+    measures = {
+        f"{rows} rows after {prompt} tokens": partial(bench_decode, models, rows, prompt, tokens, rounds)
+        for prompt in prompts
+        for rows in batches
+    }
+    _measure(console, where, out, measures, tables, together=True)
 
 
 def _start(
@@ -233,8 +242,10 @@ def _measure(
     out: Path | None,
     measures: Mapping[str, Callable[[Callable[[str], None]], list[T]]],
     tables: Callable[[list[T]], list[Table]],
+    together: bool = False,
 ) -> None:
-    """Measure one case after the other; show its tables, and write all results so far."""
+    """Measure one case after the other; show its tables, and write all results so far. `together`: show the tables of
+    all cases at the end."""
     from angpt.bench.measure import write_json
 
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
@@ -243,6 +254,9 @@ def _measure(
     for name, measure in measures.items():
         with console.status(Text(name)) as status:
             found = measure(lambda text, status=status, name=name: status.update(Text(f"{name}: {text}")))  # type: ignore[misc]
-        show(console, *tables(found))
         results += found
         write_json(out, device, results)
+        if not together:
+            show(console, *tables(found))
+    if together:
+        show(console, *tables(results))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from angpt.config import Device, Precision, Step
+from angpt.config import Device, Precision, Step, Weights
 from angpt.errors import UserError
 from angpt.inference.sampling import Sampling
 from angpt.present.tables import Table, show
@@ -22,17 +22,23 @@ DEFAULT_TOKENS = 200
 
 
 def fold_command(
-    model: Annotated[Path | None, tyro.conf.Positional] = None, out: Path | None = None, table: bool = False
+    model: Annotated[Path | None, tyro.conf.Positional] = None,
+    out: Path | None = None,
+    weights: Weights = "full",
+    table: bool = False,
 ) -> None:
     """Fold a trained model for inference: multiply constants, learned scales and α into the weights.
 
     Args:
         model: A run folder or an export.
-        out: New folder; the name of the model with -folded unless given.
+        out: New folder; unless given, the name of the model with -folded, or with -fp8 or -int8.
+        weights: Matrices as they were trained (full), or with 8 bits and a scale per row (fp8, int8): half the memory
+            of bf16.
         table: Only print the operations of a folded layer of every architecture and variant.
     """
     from angpt.inference import store
     from angpt.inference.fold import fold
+    from angpt.inference.quantize import quantize
     from angpt.inference.source import open_source
 
     console = terminal()
@@ -43,7 +49,9 @@ def fold_command(
         raise UserError("which model? Give a run folder or an export, or --table")
     source = open_source(model)
     folded = fold(source.decoder())
-    folder = out or model.with_name(f"{model.name}-folded")
+    if weights != "full":
+        folded = quantize(folded, weights)
+    folder = out or model.with_name(f"{model.name}-{'folded' if weights == 'full' else weights}")
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
     show(console, operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}")
@@ -94,8 +102,8 @@ def generate_command(
         sliding: Exceed the model's context; each token attends to as many before it as fit.
         device: cpu, cuda, or auto: cuda if there is a GPU.
         precision: Precision of the matrices: fp32, bf16, or auto: bf16 on a GPU.
-        step: How a token is computed: plain operations, hand-written kernels (a few prompts on a GPU), or compiled (a
-            minute before the first token, then faster than plain). auto: kernels where they apply, otherwise plain.
+        step: How a token is computed: plain operations, hand-written kernels (in bf16 on a GPU), or compiled (a minute
+            before the first token, then faster than plain). auto: kernels for up to four prompts, otherwise plain.
     """
     from angpt.data.tokenizers import end_token
     from angpt.inference.generate import encode, generate_text
@@ -131,23 +139,26 @@ def generate_command(
     print("\n".join(f"[{number}] {text}{new.text}\n" for number, (text, new) in numbered), end="")
 
 
-def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None) -> None:
+def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = None, engine: bool = False) -> None:
     """Export a trained model for Hugging Face transformers, which loads it with trust_remote_code=True.
 
     The model card has the results of `angpt eval` for these weights.
 
     Args:
         model: A run folder, or an export that was trained further.
-        out: New folder; the name of the model with -hf unless given.
+        out: New folder; the name of the model with -hf, or with -engine, unless given.
+        engine: For engines that run transformers' models and compute logits as one product, such as vLLM: s_z is
+            multiplied into the head, so that the folder cannot be imported again.
     """
     from angpt.evaluation.results import lines, read_results, with_error
     from angpt.inference.hf import export
     from angpt.inference.source import open_source
 
-    folder, source = out or model.with_name(f"{model.name}-hf"), open_source(model)
+    folder = out or model.with_name(f"{model.name}-{'engine' if engine else 'hf'}")
+    source = open_source(model)
     results = read_results(model)
     found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
-    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found])
+    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)
     terminal().print(f"{folder}: exported")
 
 

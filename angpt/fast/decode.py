@@ -1,4 +1,4 @@
-"""The fast form of a decode step: Triton kernels for a small batch of a folded model in bf16 on an NVIDIA GPU."""
+"""The fast forms of a decode step and of reading prompts: Triton kernels for folded models in bf16 on NVIDIA GPUs."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from angpt.fast import tuning
-from angpt.models.folded import Cache, Folded, decode_step
+from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 
 
 def supports(model: Folded) -> bool:
@@ -19,14 +19,28 @@ def supports(model: Folded) -> bool:
 
 
 def by_kernels(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
-    from angpt.fast import decode_kernels
+    """A decode step by the kernels for a few rows, or by those for many."""
+    from angpt.fast import decode_kernels, rows_kernels
 
-    return decode_kernels.decode(model, tokens, positions, caches, capacity)
+    kernels = decode_kernels if len(tokens) <= tuning.DECODE_ROWS else rows_kernels
+    return kernels.decode(model, tokens, positions, caches, capacity)
 
 
 def few_rows(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> bool:
-    """True if the kernels apply and the batch is so small that they are faster than matrix products."""
-    return tokens.is_cuda and supports(model) and len(tokens) <= tuning.DECODE_ROWS
+    """True if the kernels apply and the batch is so small that they are known to be faster than plain operations."""
+    return tokens.is_cuda and supports(model) and len(tokens) <= tuning.DECODE_AUTO_ROWS
+
+
+def prompts_by_kernels(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    from angpt.fast import prompt_kernels
+
+    return prompt_kernels.prefill(model, tokens, lengths, caches)
+
+
+def prompts_apply(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> bool:
+    """True if the kernels apply and are known to be faster than plain operations."""
+    return tuning.PROMPT_KERNELS and tokens.is_cuda and supports(model)
 
 
 decode_step.accelerate(by_kernels, few_rows)
+read_prompts.accelerate(prompts_by_kernels, prompts_apply)

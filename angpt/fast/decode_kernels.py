@@ -16,6 +16,9 @@ PyTorch's kernels, which do not overlap; the last of them, the embedding, runs b
 | `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
 | `_down` | W_d | the MLP's output |
 
+8-bit matrices are read as they are; the scales of their rows multiply the products (SCALED). With them, `_down` also
+computes the head; otherwise that is PyTorch's product.
+
 `Folded.decode` is the plain form.
 """
 
@@ -47,12 +50,30 @@ def _await(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def _row_scales(y, scale_ptr, rows, n, SCALED: tl.constexpr):
+    """y, times the scales of the rows of its matrix."""
+    if SCALED:
+        y = y * tl.load(scale_ptr + rows, rows < n, 0.0)
+    return y
+
+
+@triton.jit
+def _summed(ptr, inside, stride, PARTS: tl.constexpr):
+    """The sum of values whose parts are `stride` apart, in fp32."""
+    x = tl.load(ptr, inside, 0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(ptr + part * stride, inside, 0.0)
+    return x
+
+
+@triton.jit
 def _block_input(
-    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-    UPDATE: tl.constexpr, WRITE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    h_ptr, x_ptr, keep_ptr, add_ptr, row, d, stride,
+    UPDATE: tl.constexpr, PARTS: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
     UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The input of a block: the stream after the pending residual update (written by the first program), normed."""
+    """The stream after the pending residual update, and the same normed, the input of a block. What the block before
+    has computed is the sum of its PARTS, each `stride` after the other."""
     cols = tl.arange(0, D)
     inside = cols < d
     if UPDATE and LERP:
@@ -60,28 +81,27 @@ def _block_input(
     _await(OVERLAP)
     h = tl.load(h_ptr + row * d + cols, inside, 0.0)
     if UPDATE:
-        x = tl.load(x_ptr + row * d + cols, inside, 0.0)
+        x = _summed(x_ptr + row * d + cols, inside, stride, PARTS)
         if OUTPUT_NORM:
             x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / d)
         h = keep * h + add * x if LERP else h + x
         if UPDATE_NORM:
             h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
-        if WRITE:  # noqa: SIM102
-            if tl.program_id(0) == 0:
-                tl.store(out_ptr + row * d + cols, h, inside)
+    normed = h
     if INPUT_NORM:
-        h = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
-    return h
+        normed = h * tl.rsqrt(tl.sum(h * h, axis=0) / d + EPS)
+    return h, normed
 
 
 @triton.jit
 def _read(
-    w_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
-    UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr,
-    INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    w_ptr, scale_ptr, h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, n, d,
+    SCALED: tl.constexpr, UPDATE: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, SWIGLU: tl.constexpr, EPS: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
+    """y = W · input of the block; with SWIGLU, W has 2 n rows, and y = u · SiLU(z). The first program writes the stream
+    after the pending residual update."""
     row = tl.program_id(1)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     at = rows.to(tl.int64)[:, None] * d + cols[None, :]
@@ -89,36 +109,45 @@ def _read(
     w = tl.load(w_ptr + at, inside, 0.0)  # loads while the input is computed
     if SWIGLU:
         w_z = tl.load(w_ptr + n.to(tl.int64) * d + at, inside, 0.0)
-    h = _block_input(
-        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        UPDATE, UPDATE, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
+    stream, h = _block_input(
+        h_ptr, x_ptr, keep_ptr, add_ptr, row, d, 0,
+        UPDATE, 1, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
-    y = tl.sum(w.to(tl.float32) * h[None, :], axis=1)
+    if UPDATE:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.store(out_ptr + row * d + cols, stream, cols < d)
+    y = _row_scales(tl.sum(w.to(tl.float32) * h[None, :], axis=1), scale_ptr, rows, n, SCALED)
     if SWIGLU:
-        z = tl.sum(w_z.to(tl.float32) * h[None, :], axis=1)
+        z = _row_scales(tl.sum(w_z.to(tl.float32) * h[None, :], axis=1), scale_ptr, n + rows, 2 * n, SCALED)
         y = y * z * tl.sigmoid(z)
     tl.store(y_ptr + row * n + rows, y, rows < n)
 
 
 @triton.jit
-def _head_input(
-    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, d,
-    LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr, UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr,
-    EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
+def _advance(
+    h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, y_ptr, d, stride,
+    UPDATE: tl.constexpr, PARTS: tl.constexpr, LERP: tl.constexpr, OUTPUT_NORM: tl.constexpr,
+    UPDATE_NORM: tl.constexpr, INPUT_NORM: tl.constexpr, EPS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The input of the head: the stream after the pending residual update, normed."""
-    row, cols = tl.program_id(1), tl.arange(0, D)
-    h = _block_input(
-        h_ptr, x_ptr, keep_ptr, add_ptr, out_ptr, row, d,
-        True, False, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
+    """out = stream of a row after the pending residual update; y = input of the next block or of the head."""
+    row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    stream, h = _block_input(
+        h_ptr, x_ptr, keep_ptr, add_ptr, row, d, stride,
+        UPDATE, PARTS, LERP, OUTPUT_NORM, UPDATE_NORM, INPUT_NORM, EPS, D, OVERLAP,
     )  # fmt: skip
-    tl.store(out_ptr + row * d + cols, h, cols < d)
+    if UPDATE:
+        tl.store(out_ptr + row * d + cols, stream, cols < d)
+    tl.store(y_ptr + row * d + cols, h.to(y_ptr.dtype.element_ty), cols < d)
 
 
 @triton.jit
-def _rotated(ptr, dims, partner, cos, sin, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr):
+def _rotated(
+    ptr, dims, partner, cos, sin, stride,
+    PARTS: tl.constexpr, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr,
+):  # fmt: skip
     """A head of q or k, rotated and normed."""
-    x = tl.load(ptr + dims) * cos + tl.load(ptr + partner) * sin
+    inside = dims < D_HEAD
+    x = _summed(ptr + dims, inside, stride, PARTS) * cos + _summed(ptr + partner, inside, stride, PARTS) * sin
     if QK_NORM:
         x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / D_HEAD)
     return x
@@ -136,11 +165,13 @@ def _slots(k_ptr, v_ptr, first, last, slot, dims, D_HEAD: tl.constexpr, TILE: tl
 def _attend(
     qkv_ptr, cos_ptr, sin_ptr, gain_ptr, positions_ptr, k_ptr, v_ptr, acc_ptr, top_ptr, sum_ptr,
     heads, capacity, shown, stride_row, stride_head,
-    PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr,
-    D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, WHOLE: tl.constexpr, PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr,
+    EPS: tl.constexpr, HALF: tl.constexpr, D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head of one row to a split of the slots. All splits skip the slot of the new token, which
-    another program may be writing; the first split takes the token from registers."""
+    another program may be writing; the first split takes the token from registers. WHOLE: there is only one split, and
+    acc becomes the output. q, k and v are sums of PARTS."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, d = tl.num_programs(1), heads * D_HEAD
     dims = tl.arange(0, D_HEAD)
@@ -155,10 +186,10 @@ def _attend(
     last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
     keys, values = _slots(k_ptr + cache, v_ptr + cache, first, last, slot, dims, D_HEAD, TILE)
     _await(OVERLAP)
-    start = qkv_ptr + row * 3 * d + head * D_HEAD
-    q = _rotated(start, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD)
-    k = _rotated(start + d, dims, partner, cos, sin, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
-    v = tl.load(start + 2 * d + dims).to(v_ptr.dtype.element_ty)
+    start, stride = qkv_ptr + row * 3 * d + head * D_HEAD, tl.num_programs(2) * 3 * d
+    q = _rotated(start, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD)
+    k = _rotated(start + d, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
+    v = _summed(start + 2 * d + dims, dims < D_HEAD, stride, PARTS).to(v_ptr.dtype.element_ty)
     if GAINS == 1:
         q = q * tl.load(gain_ptr)
     elif GAINS > 1:
@@ -183,38 +214,53 @@ def _attend(
         top = higher
         keys, values = _slots(k_ptr + cache, v_ptr + cache, tile + TILE, last, slot, dims, D_HEAD, TILE)
     part = row * splits + split
-    tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
-    tl.store(top_ptr + part * heads + head, top)
-    tl.store(sum_ptr + part * heads + head, total)
+    if WHOLE:
+        tl.store(acc_ptr + part * d + head * D_HEAD + dims, (acc / total).to(acc_ptr.dtype.element_ty))
+    else:
+        tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
+        tl.store(top_ptr + part * heads + head, top)
+        tl.store(sum_ptr + part * heads + head, total)
+
+
+@triton.jit
+def _combined(
+    acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Attention of a row, combined over the splits by their sums of exponentials."""
+    head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
+    at, known, part = head[:, None] * D_HEAD + dims[None, :], head < heads, row * SPLITS
+    top = tl.load(top_ptr + part * heads + head, known, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        top = tl.maximum(top, tl.load(top_ptr + (part + split) * heads + head, known, 0.0))
+    out, total = tl.zeros((HEADS, D_HEAD), tl.float32), tl.zeros((HEADS,), tl.float32)
+    for split in tl.static_range(0, SPLITS):
+        weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
+        out += weight[:, None] * tl.load(acc_ptr + (part + split) * d + at, known[:, None], 0.0)
+        total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
+    return tl.reshape(out / total[:, None], (HEADS * D_HEAD,))
 
 
 @triton.jit
 def _project(
-    w_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
-    D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, OVERLAP: tl.constexpr,
+    w_ptr, scale_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
+    SCALED: tl.constexpr, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x = W · attention, combined over the splits by their sums of exponentials."""
+    """x = W · attention."""
     row = tl.program_id(1)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEADS * D_HEAD)
     inside = (rows < n)[:, None] & (cols < d)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * d + cols[None, :], inside, 0.0)
     _await(OVERLAP)
-    known, part, head = cols < d, row * SPLITS, cols // D_HEAD
-    top = tl.load(top_ptr + part * heads + head, known, 0.0)
-    for split in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, tl.load(top_ptr + (part + split) * heads + head, known, 0.0))
-    out, total = tl.zeros((D,), tl.float32), tl.zeros((D,), tl.float32)
-    for split in tl.static_range(0, SPLITS):
-        weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
-        out += weight * tl.load(acc_ptr + (part + split) * d + cols, known, 0.0)
-        total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
-    out = out / total
-    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * out[None, :], axis=1), rows < n)
+    out = _combined(acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS, D_HEAD, SPLITS)
+    x = _row_scales(tl.sum(w.to(tl.float32) * out[None, :], axis=1), scale_ptr, rows, n, SCALED)
+    tl.store(x_ptr + row * n + rows, x, rows < n)
 
 
 @triton.jit
 def _down(
-    w_ptr, y_ptr, x_ptr, n, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr
+    w_ptr, scale_ptr, y_ptr, x_ptr, n, width,
+    SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x = W · y."""
     row = tl.program_id(1)
@@ -223,7 +269,8 @@ def _down(
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], inside, 0.0)
     _await(OVERLAP)
     y = tl.load(y_ptr + row * width + cols, cols < width, 0.0)
-    tl.store(x_ptr + row * n + rows, tl.sum(w.to(tl.float32) * y[None, :], axis=1), rows < n)
+    x = _row_scales(tl.sum(w.to(tl.float32) * y[None, :], axis=1), scale_ptr, rows, n, SCALED)
+    tl.store(x_ptr + row * n + rows, x, rows < n)
 
 
 def overlaps(device: torch.device) -> bool:
@@ -255,17 +302,18 @@ class Steps:
         self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+        self.scaled = {"SCALED": model.weights != "full"}
 
-    def read(self, weight: Tensor, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
+    def read(self, weight: Tensor, scale: Any, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
         """The product of a matrix with the input of its block, and the stream after the pending update."""
         n = weight.shape[0] // 2 if swiglu else weight.shape[0]
         y = torch.empty(len(h), n, device=h.device)
         x, keep, add = (h, h, h) if pending is None else pending
         out = h if pending is None else torch.empty_like(h)
         _read[triton.cdiv(n, READ_ROWS), len(h)](
-            weight, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
+            weight, scale, h, x, h if keep is None else keep, h if add is None else add, out, y, n, self.d,
             UPDATE=pending is not None, SWIGLU=swiglu, ROWS=READ_ROWS, num_warps=self.warps,
-            **self.constants, **self.launch,
+            **self.constants, **self.scaled, **self.launch,
         )  # fmt: skip
         return y, out
 
@@ -278,36 +326,49 @@ class Steps:
         gain = qkv if layer.gain is None else layer.gain
         _attend[self.heads, splits, batch](
             qkv, *angles, gain, positions, cache.keys, cache.values, acc, top, total, self.heads, capacity, shown,
-            cache.keys.stride(0), cache.keys.stride(1), PER_SPLIT=triton.cdiv(shown, splits), QK_NORM=self.qk_norm,
-            GAINS=0 if layer.gain is None else layer.gain.numel(), TILE=TILE, NEVER=NEVER, **self.head,
-            **self.launch,
+            cache.keys.stride(0), cache.keys.stride(1), PARTS=1, WHOLE=False, **self.qk(layer),
+            **self.split(shown, splits),
         )  # fmt: skip
         return acc, top, total
 
-    def project(self, weight: Tensor, parts: Any) -> Tensor:
+    def qk(self, layer: Layer) -> dict[str, Any]:
+        """What becomes of q and k, as constants of kernels."""
+        return self.head | {"QK_NORM": self.qk_norm, "GAINS": 0 if layer.gain is None else layer.gain.numel()}
+
+    def split(self, shown: int, splits: int) -> dict[str, Any]:
+        """The constants of `_attend` if the slots are split."""
+        return {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER} | self.launch
+
+    def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
         x = torch.empty(batch, self.d, device=weight.device)
         _project[triton.cdiv(self.d, READ_ROWS), batch](
-            weight, *parts, x, self.d, self.d, self.heads,
-            D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS, D=self.padded, num_warps=self.warps,
-            **self.launch,
+            weight, scale, *parts, x, self.d, self.d, self.heads,
+            HEADS=triton.next_power_of_2(self.heads), D_HEAD=self.head["D_HEAD"], SPLITS=splits, ROWS=READ_ROWS,
+            num_warps=self.warps,
+            **self.scaled, **self.launch,
         )  # fmt: skip
         return x
 
-    def down(self, weight: Tensor, y: Tensor) -> Tensor:
-        x, width = torch.empty(len(y), self.d, device=y.device), triton.next_power_of_2(self.d_mlp)
-        _down[triton.cdiv(self.d, DOWN_ROWS), len(y)](
-            weight, y, x, self.d, self.d_mlp, ROWS=DOWN_ROWS, WIDTH=width, num_warps=warps(width // 4), **self.launch
-        )
+    def down(self, weight: Tensor, scale: Any, y: Tensor, rows: int) -> Tensor:
+        """The product of a matrix with y; each program computes some rows of it."""
+        n, width = weight.shape
+        x, padded = torch.empty(len(y), n, device=y.device), triton.next_power_of_2(width)
+        _down[triton.cdiv(n, rows), len(y)](
+            weight, scale, y, x, n, width, ROWS=rows, WIDTH=padded, num_warps=warps(padded * rows // 16),
+            **self.scaled, **self.launch,
+        )  # fmt: skip
         return x
 
-    def head_input(self, h: Tensor, pending: Any) -> Tensor:
-        """The input of the head."""
-        x, keep, add = pending
-        out = torch.empty_like(h)
-        vectors = h if keep is None else keep, h if add is None else add
-        _head_input[1, len(h)](h, x, *vectors, out, self.d, **self.constants, **self.launch)
-        return out
+    def advance(self, h: Tensor, pending: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The stream (…, d) after the pending update, and the input of the next block or of the head in a dtype."""
+        (x, keep, add), out = pending or (h, None, None), h if pending is None else torch.empty_like(h)
+        y = torch.empty(h.shape, dtype=dtype, device=h.device)
+        _advance[(h.numel() // self.d,)](
+            h, x, h if keep is None else keep, h if add is None else add, out, y, self.d, h.numel(),
+            UPDATE=pending is not None, PARTS=x.numel() // h.numel(), **self.constants, **self.launch,
+        )  # fmt: skip
+        return out, y
 
 
 def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
@@ -318,10 +379,12 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
         h, pending = model.embed(tokens), None
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            qkv, h = steps.read(layer.W_qkv, h, pending, swiglu=False)
+            qkv, h = steps.read(layer.W_qkv, layer.W_qkv_scale, h, pending, swiglu=False)
             parts = steps.attend(qkv, layer, cache, angles, positions, capacity)
-            update_a = steps.project(layer.W_p, parts), layer.keep_a, layer.add_a
-            y, h = steps.read(layer.W_uz, h, update_a, swiglu=True)
-            pending = steps.down(layer.W_d, y), layer.keep_m, layer.add_m
-        seen = steps.head_input(h, pending)
+            update_a = steps.project(layer.W_p, layer.W_p_scale, parts), layer.keep_a, layer.add_a
+            y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
+            pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m
+        _, seen = steps.advance(h, pending, torch.float32)
+        if model.W_h_scale is not None:
+            return steps.down(model.W_h, model.W_h_scale, seen, READ_ROWS)
         return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)

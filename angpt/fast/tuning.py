@@ -44,7 +44,21 @@ DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 DECODE_TILE, DECODE_SPLITS = 64, 16
 """Decode: slots of the cache in registers at once, and the largest number of splits of the slots of a head."""
 DECODE_ROWS = 4
-"""Decode: largest batch for which the kernels, which read each matrix once per row, beat matrix products."""
+"""Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
+DECODE_AUTO_ROWS = 4
+"""Decode: largest batch for which kernels are the default. Those for more than DECODE_ROWS have not run on a GPU."""
+DECODE_PROGRAMS = 2 * MULTIPROCESSORS
+"""Decode with many rows: programs that a kernel should have, so that all multiprocessors read."""
+DECODE_LEAST_DEPTH = 256
+"""Decode with many rows: smallest number of columns of a matrix per program, where several share its rows."""
+DECODE_TILES = {16: (32, 128, 4, 4), 32: (32, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 8, 3)}
+"""Decode with many rows, by the rows of a tile, not measured: rows of the matrix, depth per iteration, warps, software
+pipeline depth."""
+
+PROMPT_KERNELS = False
+"""Prompts: whether kernels are the default. They have not run on a GPU."""
+PROMPT_GRAPH_TOKENS = 8192
+"""Prompts: largest number of tokens of a CUDA graph. With more, computing takes longer than launching."""
 
 GRAPH_LAUNCH_SHARE = 0.5
 """A CUDA graph is captured if launching takes more than this share of a pass: below it a pass is never launch-bound,

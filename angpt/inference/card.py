@@ -15,8 +15,10 @@ Evaluation = Sequence[tuple[str, str, str, str]]
 """What a model was evaluated on, the metric, the number of samples, the value."""
 
 
-def model_card(source: Source, model: Decoder, config: TrainConfig | None, evaluation: Evaluation = ()) -> str:
-    """The README.md of an export."""
+def model_card(
+    source: Source, model: Decoder, config: TrainConfig | None, evaluation: Evaluation = (), engine: bool = False
+) -> str:
+    """The README.md of an export; `engine`: of one whose head is folded, which is neither imported nor trained."""
     kinds = {constraint.kind for constraint in model.constraints().values()}
     held = "at length 1" if kinds == {"unit"} else "within length 1"
     return without_html(
@@ -27,7 +29,8 @@ def model_card(source: Source, model: Decoder, config: TrainConfig | None, evalu
             data=rows(data_facts(config)) if config is not None else "The data were not recorded.",
             evaluation=evaluation_text(source, evaluation),
             limitations=limitations(source, model),
-            fine_tuning=FINE_TUNING.format(held=held) if model.constraints() else "",
+            form=FOR_ENGINES if engine else "`angpt import hf` turns the folder into a run again.",
+            fine_tuning=FINE_TUNING.format(held=held) if model.constraints() and not engine else "",
         )
     )
 
@@ -95,6 +98,10 @@ def limitations(source: Source, model: Decoder) -> str:
     )
 
 
+FOR_ENGINES = (
+    "The folder was written for engines that run transformers' models: learned scales of the logits are part of "
+    "`lm_head`. It cannot be imported again by angpt, and should not be trained further."
+)
 FINE_TUNING = """
 ## Fine-tuning
 
@@ -134,7 +141,7 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```
 
-`modeling_angpt.py` is the whole model. `angpt import hf` turns the folder into a run again.
+`modeling_angpt.py` is the whole model. {form}
 {fine_tuning}
 ## Data
 

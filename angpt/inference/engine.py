@@ -1,7 +1,8 @@
 """The decode loop: static buffers on the device, and on a GPU one CUDA graph for the whole step, sampling included.
 
 A step attends to as many slots of the cache as the longest row needs, rounded up to a power of two, with one graph per
-length. Between two tokens the host only launches the graph.
+length. Between two tokens the host only launches the graph. Prompts are padded to a few lengths, with a graph for each
+that occurs more than once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,13 +12,13 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from angpt.config import Step
 from angpt.errors import UserError, nearest
-from angpt.fast.decode import by_kernels, supports
+from angpt.fast import tuning
+from angpt.fast.decode import by_kernels, prompts_by_kernels, supports
 from angpt.inference.sampling import Sampling, pick, uniforms
-from angpt.models.folded import Cache, Folded, Layer, decode_step
+from angpt.models.folded import Cache, Folded, Layer, decode_step, read_prompts
 from angpt.models.primitives import Context
 from angpt.operations import kernels_enabled
 
@@ -36,6 +37,25 @@ def compiled_layer() -> Any:
         return part.forward(h, ctx, cache, slots, by_hand=True)
 
     return torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+
+
+@cache
+def compiled_prompt_layer() -> Any:
+    """One layer for whole prompts, compiled once for all layers and lengths."""
+    return torch.compile(Layer.forward, fullgraph=True, dynamic=True)
+
+
+def reader_of(model: Folded, step: Step) -> Callable[..., Tensor]:
+    """The function that reads prompts into caches, and returns the logits after them."""
+    match step:
+        case "plain":
+            return model.prefill
+        case "compiled":
+            return partial(model.prefill, layer=compiled_prompt_layer())
+        case "kernels":
+            return partial(prompts_by_kernels, model)
+        case _:
+            return partial(read_prompts, model)
 
 
 def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
@@ -78,23 +98,85 @@ def record(
     return graph
 
 
+def prompt_length(longest: int, slots: int) -> int:
+    """Length to which prompts are padded for a graph: 2ⁿ or 1.5 · 2ⁿ, so that at most a third is padding, or all."""
+    power = 1 << max(4, (longest - 1).bit_length())
+    return min(power * 3 // 4 if longest <= power * 3 // 4 else power, slots)
+
+
+class PromptReader:
+    """Reads prompts, always the same number of them, into the same caches."""
+
+    def __init__(self, model: Folded, caches: Sequence[Cache], read: Callable[..., Tensor]) -> None:
+        self.model, self.caches, self.read = model, caches, read
+        self.rows, _, self.slots, _ = caches[0].keys.shape
+        self.recorded = kernels_enabled() and model.device.type == "cuda"
+        self.lengths = torch.zeros(self.rows, dtype=torch.long, device=model.device)
+        self.tokens: dict[int, Tensor] = {}
+        """Tokens (B, T) of the last prompts, by the length to which they are padded."""
+        self.logits: dict[int, Tensor] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def __call__(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Logits (B, V) after the last token of each prompt, valid until the next call."""
+        longest = max(map(len, prompts))
+        length = prompt_length(longest, self.slots)
+        self.lengths.copy_(torch.tensor([len(p) for p in prompts]))
+        if not self.recorded or self.rows * length > tuning.PROMPT_GRAPH_TOKENS:
+            return self.run(padded(prompts, longest).to(self.model.device))
+        tokens = padded(prompts, length)
+        if length not in self.tokens:  # perhaps the only prompts of this length: capturing takes longer than reading
+            self.tokens[length] = tokens.to(self.model.device)
+            return self.run(self.tokens[length][:, :longest])
+        self.tokens[length].copy_(tokens)
+        if length not in self.graphs:
+            self.graphs[length] = self.capture(length)
+        self.graphs[length].replay()
+        return self.logits[length]
+
+    def run(self, tokens: Tensor) -> Tensor:
+        return self.read(tokens, self.lengths, self.caches)
+
+    def capture(self, length: int) -> torch.cuda.CUDAGraph:
+        """Reading prompts of a length as a CUDA graph. Reading them several times writes the same."""
+
+        def run() -> None:
+            self.logits[length] = self.run(self.tokens[length])
+
+        return record(run, run, self.graphs.values())
+
+
+def padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
+    """Prompts as a tensor (B, T), with zeros after the shorter ones."""
+    return torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts])
+
+
 class Engine:
     """Decodes batches of one size with one model: `start` reads prompts, `advance` adds a token to every row."""
 
     def __init__(
-        self, model: Folded, batch: int, slots: int, new_tokens: int, how: Sampling, step: Step = "auto"
+        self,
+        model: Folded,
+        batch: int,
+        slots: int,
+        new_tokens: int,
+        how: Sampling,
+        step: Step = "auto",
+        caches: Sequence[Cache] | None = None,
     ) -> None:
+        """`caches` are made unless given; engines that share them take turns, each from `start` to its last token."""
         self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
         self.recorded = kernels_enabled() and model.device.type == "cuda"
         self.settings = (batch, slots, new_tokens, how, step, kernels_enabled())
         self.decode = decoder_of(model, step)
-        self.caches = model.make_caches(batch, slots)
+        self.caches = model.make_caches(batch, slots) if caches is None else caches
         zeros = partial(torch.zeros, dtype=torch.long, device=model.device)
         self.tokens, self.positions, self.count = zeros(batch), zeros(batch), zeros(1)
         self.out = zeros(batch, new_tokens)
         self.uniform = zeros(batch, new_tokens, dtype=torch.float32)
         penalised = how.repetition_penalty != 1
         self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
+        self.reader = PromptReader(model, self.caches, reader_of(model, step))
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -104,16 +186,16 @@ class Engine:
         lengths = [len(p) for p in prompts]
         if len(prompts) != len(self.tokens) or not 0 < max(lengths) <= self.slots:
             raise UserError(f"{len(prompts)} prompts of up to {max(lengths)} tokens do not fit this engine")
-        padded = pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(self.tokens.device)
-        drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
-        self.uniform.copy_(torch.tensor(drawn))
+        if self.how.temperature != 0:
+            drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
+            self.uniform.copy_(torch.tensor(drawn))
         self.positions.copy_(torch.tensor(lengths))
         self.count.zero_()
         if self.seen is not None:
             self.seen.zero_()
             for row, prompt in enumerate(prompts):
                 self.seen[row, torch.tensor(prompt, device=self.tokens.device)] = True
-        self.sample(self.model.prefill(padded, self.positions, self.caches))
+        self.sample(self.reader(prompts))
         self.made, self.longest = 1, max(lengths)
 
     @torch.no_grad()

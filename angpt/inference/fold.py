@@ -38,7 +38,7 @@ def fold(model: Decoder) -> Folded:
     design = model.design()
     weight = model.W_h.weight
     with torch.device(weight.device):
-        folded = Folded(replace(model.cfg), design).to(weight.dtype).eval()
+        folded = Folded(replace(model.cfg), design).prepare(weight.device, weight.dtype).eval()
     source: Any = model
     stream = math.sqrt(model.cfg.d_model) if design.output_norm else 1.0
     scale = source.embed_scale().double() if design.embed_scale else 1.0

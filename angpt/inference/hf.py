@@ -7,12 +7,13 @@ computes all architectures from them. Writing it does not need transformers.
 import json
 import shutil
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from angpt.config import TrainConfig
 from angpt.constraints import is_matrix, largest_violation
@@ -41,8 +42,12 @@ LARGEST_ROUNDING = 2**-8
 """Most by which rounding to bf16 can lengthen a vector, relative to its length."""
 
 
-def export(source: Source, folder: Path, evaluation: Evaluation = ()) -> None:
-    """Write a trained model as a folder that transformers loads with `trust_remote_code=True`."""
+def export(source: Source, folder: Path, evaluation: Evaluation = (), engine: bool = False) -> None:
+    """Write a trained model as a folder that transformers loads with `trust_remote_code=True`.
+
+    `engine`: for engines that run transformers' models and compute the logits as one product with `lm_head`: s_z is
+    multiplied into it, so that the folder cannot be imported again.
+    """
     model = source.decoder()
     fold(model)  # checks that the design describes the model
     tokenizer = source.tokenizer() if source.tokenizer_path is not None else None
@@ -50,9 +55,9 @@ def export(source: Source, folder: Path, evaluation: Evaluation = ()) -> None:
     if tokenizer is not None and vocab_size(tokenizer) > source.cfg.vocab_size:
         raise UserError(f"{source.tokenizer_path}: has more tokens than the model's vocabulary")
     with new_folder(folder) as part:
-        save_tensors(model.state_dict(), part / EXPORT_WEIGHTS)
+        save_tensors(with_plain_head(model) if engine else model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
-        write_json(part / EXPORT_CONFIG, config_json(model, end, source.training))
+        write_json(part / EXPORT_CONFIG, config_json(model, end, source.training, engine))
         sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
         write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
         if tokenizer is not None and source.tokenizer_path is not None:
@@ -60,7 +65,15 @@ def export(source: Source, folder: Path, evaluation: Evaluation = ()) -> None:
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
             write_atomically(part / RUN_CONFIG, to_toml(run_config))
-        write_atomically(part / "README.md", model_card(source, model, run_config, evaluation))
+        write_atomically(part / "README.md", model_card(source, model, run_config, evaluation, engine))
+
+
+def with_plain_head(model: Decoder) -> dict[str, Tensor]:
+    """The parameters, with s_z multiplied into the rows of the head, which is called lm_head."""
+    tensors = {name: t for name, t in model.state_dict().items() if not name.startswith("s_z.")}
+    head, source = tensors.pop("W_h.weight"), cast("Any", model)
+    rows = source.s_z().double()[:, None] if model.design().s_z else 1.0
+    return tensors | {"lm_head.weight": (head.double() * rows).to(head.dtype)}
 
 
 def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) -> Any:
@@ -75,15 +88,21 @@ def as_transformers(model: Decoder, device: torch.device, dtype: torch.dtype) ->
     return found.eval()
 
 
-def config_json(model: Decoder, end: int | None, training: Training) -> dict[str, Any]:
+def config_json(model: Decoder, end: int | None, training: Training, engine: bool = False) -> dict[str, Any]:
     cfg, fixed = model.cfg, stored_gain(model, "g", "s_uz")
+    design = replace(model.design(), s_z=False) if engine else model.design()
+    constraints = {name.split(".")[-2]: [c.kind, c.dim] for name, c in model.constraints().items()}
     if fixed not in (None, 1.0):
         raise UserError(f"{cfg.architecture}: exports store g and s_uz as they are, not divided by {fixed:g}")
     scales = {"alpha": stored_gain(model, "alpha_a", "alpha_m"), "s_qk": stored_gain(model, "s_qk")}
     scales |= {name: stored_gain(model, name) for name in ("s_z", "s_h")}
     return {
         "architectures": ["AnGPTForCausalLM"],
-        "auto_map": {"AutoConfig": f"{CODE}.AnGPTConfig", "AutoModelForCausalLM": f"{CODE}.AnGPTForCausalLM"},
+        "auto_map": {
+            "AutoConfig": f"{CODE}.AnGPTConfig",
+            "AutoModel": f"{CODE}.AnGPTModel",
+            "AutoModelForCausalLM": f"{CODE}.AnGPTForCausalLM",
+        },
         "model_type": "angpt",
         "dtype": "float32",
         "vocab_size": cfg.vocab_size,
@@ -96,9 +115,10 @@ def config_json(model: Decoder, end: int | None, training: Training) -> dict[str
         "rotary_base": cfg.rotary_base,
         "tie_word_embeddings": False,
         **dict.fromkeys(TOKEN_IDS, end),
-        "graph": asdict(model.design()),
+        "graph": asdict(design),
         "scales": {name: gain for name, gain in scales.items() if gain is not None},
-        "weight_constraints": {name.split(".")[-2]: [c.kind, c.dim] for name, c in model.constraints().items()},
+        "weight_constraints": {} if engine else constraints,
+        "for_engines": engine,
         "angpt_version": __version__,
         "angpt_model": {key: value for key, value in asdict(cfg).items() if value is not None},
         "angpt_training": asdict(training),

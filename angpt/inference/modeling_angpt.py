@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
@@ -40,6 +40,7 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         graph: dict[str, Any] | None = None,
         scales: dict[str, float] | None = None,
         weight_constraints: dict[str, tuple[str, int]] | None = None,
+        for_engines: bool = False,
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -49,7 +50,7 @@ class AnGPTConfig(PreTrainedConfig):  # type: ignore[misc]
         self.num_attention_heads = self.num_key_value_heads = num_attention_heads
         self.rotary_dim, self.rotary_base = rotary_dim, rotary_base
         self.graph, self.scales, self.weight_constraints = graph or {}, scales or {}, weight_constraints or {}
-        self.use_cache = use_cache
+        self.for_engines, self.use_cache = for_engines, use_cache
         super().__init__(**({"tie_word_embeddings": False} | kwargs))
 
 
@@ -68,7 +69,7 @@ def norm(x: Tensor) -> Tensor:
     return x * inverse_root(x.square().sum(-1, keepdim=True))
 
 
-def call(layer: nn.Linear, x: Tensor) -> Tensor:
+def call(layer: Any, x: Tensor) -> Tensor:
     """A linear layer of x, in the dtype of its weight. Quantized weights say nothing about the dtype of x."""
     dtype = layer.weight.dtype
     return layer(x.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else x)
@@ -192,7 +193,24 @@ def attend_eagerly(
     return (weights @ v).transpose(1, 2), weights
 
 
-class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
+    """The model without its head: embedding, blocks, final norm.
+
+    What engines that run transformers' models ask for (vLLM's transformers backend documents it) and this class has:
+
+    - config.json names it in `auto_map.AutoModel`, and its dimensions by the names of transformers;
+    - attention goes through `ALL_ATTENTION_FUNCTIONS`, with the block, which has `layer_idx` and `is_causal`, as its
+      module, and with all further keyword arguments of `forward`: eager, sdpa, flash and registered functions;
+    - masks come from `create_causal_mask`; positions are given or counted from the cache, which may be static;
+    - no step depends on values of tensors: `forward` compiles without graph breaks, and once for all tokens;
+    - all matrices are `nn.Linear` or `nn.Embedding`, and are called, so that they can be replaced;
+    - the output has the dtype of the matrices, and the logits are one product with the matrix of the head, if the
+      export was written by `angpt export hf --engine`: otherwise s_z of nGPT and anGPT multiplies them.
+
+    q, k and v are one matrix, as are u and z: there is no plan for tensor parallelism. A block also returns its
+    attention matrix: there is none for pipeline parallelism.
+    """
+
     config_class = AnGPTConfig
     base_model_prefix = ""
     _input_embed_layer = "W_e"
@@ -204,6 +222,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
     _can_compile_fullgraph = True
     _skip_keys_device_placement: ClassVar = ["past_key_values"]
     _keep_in_fp32_modules_strict: ClassVar = ["stored", "norm_a", "norm_m", "norm_h"]
+    _keys_to_ignore_on_load_unexpected: ClassVar = [r"^W_h\.", r"^lm_head\.", r"^s_z\."]
 
     def __init__(self, config: AnGPTConfig) -> None:
         super().__init__(config)
@@ -214,18 +233,13 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         self.blocks = nn.ModuleList(AnGPTBlock(config, i) for i in range(config.num_hidden_layers))
         if graph["input"] != "none":
             self.norm_h = InputNorm(config.hidden_size, graph["input"])
-        self.W_h = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if graph["s_z"]:
-            self.s_z = Scale(config.vocab_size, config.scales["s_z"])
         if graph["s_h"]:
             self.s_h = Scale(config.hidden_size, config.scales["s_h"])
+        self.make_head(config)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.W_h
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.W_h = value
+    def make_head(self, config: AnGPTConfig) -> None:
+        """Nothing: this model has no head."""
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -235,13 +249,11 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         h = wide(self.W_e(input_ids) if inputs_embeds is None else inputs_embeds)
@@ -255,7 +267,7 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             position_ids = (torch.arange(h.shape[1], device=h.device) + past)[None]
         mask = create_causal_mask(
             config=self.config,
-            inputs_embeds=h.to(self.W_h.weight.dtype),
+            inputs_embeds=h.to(self.W_e.weight.dtype),
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_ids=position_ids,
@@ -273,24 +285,23 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
             hidden += (h,) if output_hidden_states else ()
             attentions += (weights,) if output_attentions else ()
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(h[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
+        h = self.norm_h(h) if self.config.graph["input"] != "none" else h
+        h = h * self.s_h().to(h.device) if self.config.graph["s_h"] else h
+        dtype = self.W_e.weight.dtype
+        return BaseModelOutputWithPast(
+            last_hidden_state=h.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else h,
             past_key_values=past_key_values,
             hidden_states=hidden if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 
-    def head(self, h: Tensor) -> Tensor:
-        h = self.norm_h(h) if self.config.graph["input"] != "none" else h
-        h = h * self.s_h().to(h.device) if self.config.graph["s_h"] else h
-        logits = wide(call(self.W_h, h))
-        return logits * self.s_z().to(logits.device) if self.config.graph["s_z"] else logits
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles, (B, 1, T, r/2), recomputed: from_pretrained drops buffers."""
+        exact = torch.float32 if positions.device.type == "mps" else torch.float64
+        r = self.config.rotary_dim
+        frequencies = self.config.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
+        angles = positions.to(exact)[:, None, :, None] * frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def constraints(self) -> dict[str, tuple[str, int]]:
         """Kind of constraint and dimension of each constrained matrix, by name; `angpt.constrain` reads it."""
@@ -302,10 +313,54 @@ class AnGPTForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
                 found[name] = (kind, dim)
         return found
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary angles, (B, 1, T, r/2), recomputed: from_pretrained drops buffers."""
-        exact = torch.float32 if positions.device.type == "mps" else torch.float64
-        r = self.config.rotary_dim
-        frequencies = self.config.rotary_base ** (-torch.arange(0, r, 2, device=positions.device, dtype=exact) / r)
-        angles = positions.to(exact)[:, None, :, None] * frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+class AnGPTForCausalLM(AnGPTModel, GenerationMixin):  # type: ignore[misc]
+    """The model with its head. Its parameters have the names that they have in training; in an export for engines the
+    matrix of the head is `lm_head`, and s_z is part of it. See `AnGPTModel` for the engines that can run it."""
+
+    _keys_to_ignore_on_load_unexpected: ClassVar = []
+
+    def make_head(self, config: AnGPTConfig) -> None:
+        setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
+        if config.graph["s_z"]:
+            self.s_z = Scale(config.vocab_size, config.scales["s_z"])
+
+    @property
+    def head_name(self) -> str:
+        return "lm_head" if self.config.for_engines else "W_h"
+
+    def get_output_embeddings(self) -> nn.Module:
+        return getattr(self, self.head_name)
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        setattr(self, self.head_name, value)
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        out = super().forward(*given, return_dict=True, **kwargs)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = wide(call(self.get_output_embeddings(), out.last_hidden_state[:, keep]))
+        if self.config.graph["s_z"]:
+            logits = logits * self.s_z().to(logits.device)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )

@@ -68,8 +68,12 @@ class Source:
         return found
 
     def sha256(self) -> str:
-        """`digest` of the trained weights: equal for a run, its export and the model folded from it."""
-        return store.read_about(self.path).weights_sha256 if self.kind == "folded" else digest(self.tensors())
+        """`digest` of the trained weights: equal for a run, its export and the model folded from it. 8-bit weights are
+        others: for them it is the checksum of their file."""
+        if self.kind != "folded":
+            return digest(self.tensors())
+        about = store.read_about(self.path)
+        return about.weights_sha256 if about.weights == "full" else about.sha256
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with."""
@@ -128,6 +132,8 @@ def _open_export(path: Path) -> Source:
         values = json_values(where)
         if values.get("model_type") != "angpt":
             raise UserError(f"model_type is {shown(values.get('model_type'))}; only exports of angpt can be read")
+        if values.get("for_engines"):
+            raise UserError("it was exported for engines, which cannot be undone; give the run that it was made from")
         cfg = from_dict(ModelConfig, values.get("angpt_model"), "angpt_model", finite=True)
         training = from_dict(Training, values.get("angpt_training"), "angpt_training", finite=True)
         weights = [EXPORT_WEIGHTS]

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, Weights
 from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.folded import Folded
+from angpt.models.folded import EIGHT_BITS, Folded
 from angpt.serialization import read_json, seal
 from angpt.system import file_sha256, new_folder
 
@@ -46,6 +47,8 @@ class About:
     training: Training
     sha256: str
     """Checksum of model.safetensors."""
+    weights: Weights = "full"
+    """Format of the matrices."""
 
 
 def save(
@@ -55,7 +58,8 @@ def save(
     with new_folder(path) as part:
         save_tensors(model.state_dict(), part / WEIGHTS)
         sha256 = file_sha256(part / WEIGHTS)
-        about = About(FORMAT, model.cfg, model.design, str(made_from), weights_sha256, training, sha256)
+        origin = (str(made_from), weights_sha256, training)
+        about = About(FORMAT, model.cfg, model.design, *origin, sha256, model.weights)
         (part / ABOUT).write_text(json.dumps(seal(asdict(about)), indent=1) + "\n", encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
@@ -79,9 +83,12 @@ def load(path: Path) -> Folded:
     try:
         if file_sha256(path / WEIGHTS) != about.sha256:
             raise UserError("it has a wrong checksum")
-        model = Folded(about.model, about.graph)
+        model = Folded(about.model, about.graph, about.weights)
         tensors = load_file(path / WEIGHTS)
-        model.prepare("cpu", tensors["W_h"].dtype).load_state_dict(tensors)
+        kind = tensors["W_h"].dtype
+        if about.weights != "full" and kind != EIGHT_BITS[about.weights]:
+            raise UserError(f"its matrices are {kind}, not {about.weights}")
+        model.prepare("cpu", kind if about.weights == "full" else torch.float32).load_state_dict(tensors)
     except (UserError, OSError, SafetensorError, RuntimeError, KeyError) as error:
         raise UserError(f"{path / WEIGHTS}: cannot be read ({error}); fold the model again") from error
     return model.eval()

@@ -5,7 +5,7 @@ fold.py). The only norm is rms without a gain. The stream of nGPT and anGPT is �
 turns their unit norms into rms; the matrices that read the stream are divided by √d_m.
 
 Matrices may be bf16. The residual stream and the vectors stay fp32: they are a few kilobytes per token, and bf16 would
-round (1 − α) ν to 1.
+round (1 − α) ν to 1. Matrices may also have 8 bits (quantize.py): W_q with a scale per row, W x = (W_q x) · scale.
 """
 
 import math
@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, Weights
+from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.primitives import EPS, Context, check_tokens, rotary_angles, rotate
 from angpt.operations import operation
+
+EIGHT_BITS: dict[Weights, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""The dtype of 8-bit matrices."""
 
 
 def rms(x: Tensor, eps: float = EPS) -> Tensor:
@@ -41,20 +45,34 @@ class Cache(NamedTuple):
     values: Tensor
 
 
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def matrix(rows: int, columns: int, weights: Weights) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """A matrix, and the scales of its rows if it has 8 bits."""
+    eight_bits = EIGHT_BITS.get(weights)
+    return parameter(rows, columns, dtype=eight_bits), None if eight_bits is None else parameter(rows)
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """W x, in the dtype of x. A matrix of 8 bits is converted first, which is exact also in bf16."""
+    if scale is None:
+        return F.linear(x, weight)
+    return (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
 
 
 class Layer(nn.Module):
     """Attention, residual update, MLP, residual update."""
 
-    def __init__(self, cfg: ModelConfig, design: Design) -> None:
+    def __init__(self, cfg: ModelConfig, design: Design, weights: Weights) -> None:
         super().__init__()
         self.d_head, self.design = cfg.d_head, design
-        self.W_qkv = parameter(3 * cfg.d_model, cfg.d_model)
-        self.W_p = parameter(cfg.d_model, cfg.d_model)
-        self.W_uz = parameter(2 * cfg.d_mlp, cfg.d_model)
-        self.W_d = parameter(cfg.d_model, cfg.d_mlp)
+        self.dtype = torch.get_default_dtype()
+        self.W_qkv, self.W_qkv_scale = matrix(3 * cfg.d_model, cfg.d_model, weights)
+        self.W_p, self.W_p_scale = matrix(cfg.d_model, cfg.d_model, weights)
+        self.W_uz, self.W_uz_scale = matrix(2 * cfg.d_mlp, cfg.d_model, weights)
+        self.W_d, self.W_d_scale = matrix(cfg.d_model, cfg.d_mlp, weights)
         # The attention scale, which multiplies q: one number, or in nGPT one per dimension.
         shape = {"g": (1, 1, 1), "s_qk": (cfg.n_heads, 1, cfg.d_head), "plain": None}[design.qk]
         self.gain = None if shape is None else parameter(*shape)
@@ -72,11 +90,12 @@ class Layer(nn.Module):
         whole GPU for a single row; otherwise it is one fused kernel.
         """
         h = self.update(h, self.attention(enter(h, self.design, self.slope_a), ctx, cache, slots, by_hand), "a")
-        u, z = F.linear(enter(h, self.design, self.slope_m).to(self.W_uz.dtype), self.W_uz).chunk(2, dim=-1)
-        return self.update(h, F.linear(u * F.silu(z), self.W_d), "m")
+        x = enter(h, self.design, self.slope_m).to(self.dtype)
+        u, z = product(x, self.W_uz, self.W_uz_scale).chunk(2, dim=-1)
+        return self.update(h, product(u * F.silu(z), self.W_d, self.W_d_scale), "m")
 
     def attention(self, x: Tensor, ctx: Context, cache: Cache | None, slots: Tensor | None, by_hand: bool) -> Tensor:
-        qkv = F.linear(x.to(self.W_qkv.dtype), self.W_qkv).view(*x.shape[:2], 3, -1, self.d_head)
+        qkv = product(x.to(self.dtype), self.W_qkv, self.W_qkv_scale).view(*x.shape[:2], 3, -1, self.d_head)
         qk, v = qkv[:, :, :2].flatten(2, 3).transpose(1, 2), qkv[:, :, 2].transpose(1, 2)
         qk = rotate(qk, ctx.cos, ctx.sin)  # all heads of q and k at once
         if self.gain is not None:
@@ -96,7 +115,7 @@ class Layer(nn.Module):
             cache.values[rows, :, slots] = v[:, :, 0]
             fused = F.scaled_dot_product_attention
             out = attend_by_hand(q, cache, ctx.mask) if by_hand else fused(q, *cache, attn_mask=ctx.mask, scale=1.0)
-        return F.linear(out.transpose(1, 2).flatten(2), self.W_p)
+        return product(out.transpose(1, 2).flatten(2), self.W_p, self.W_p_scale)
 
     def update(self, h: Tensor, x: Tensor, which: str) -> Tensor:
         keep, add = (self.keep_a, self.add_a) if which == "a" else (self.keep_m, self.add_m)
@@ -123,31 +142,36 @@ def attend_by_hand(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
 class Folded(nn.Module):
     """A model for inference, made from a trained one by `fold`."""
 
-    def __init__(self, cfg: ModelConfig, design: Design) -> None:
+    def __init__(self, cfg: ModelConfig, design: Design, weights: Weights = "full") -> None:
         super().__init__()
-        self.cfg, self.design = cfg, design
-        self.W_e = parameter(cfg.vocab_size, cfg.d_model)
-        self.layers = nn.ModuleList(Layer(cfg, design) for _ in range(cfg.n_layers))
+        self.cfg, self.design, self.weights = cfg, design, weights
+        self.dtype = torch.get_default_dtype()
+        """The dtype of matrix products, of the cache, and of matrices that do not have 8 bits."""
+        self.W_e, self.W_e_scale = matrix(cfg.vocab_size, cfg.d_model, weights)
+        self.layers = nn.ModuleList(Layer(cfg, design, weights) for _ in range(cfg.n_layers))
         self.slope_h = parameter(1) if design.input == "tanh" else None
-        self.W_h = parameter(cfg.vocab_size, cfg.d_model)
+        self.W_h, self.W_h_scale = matrix(cfg.vocab_size, cfg.d_model, weights)
         self.engine: Any = None
         """The engine of the last call of `generate`, kept for the next."""
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> Self:
-        """Move to a device, and convert the matrices to a dtype; vectors stay in at least fp32."""
+        """Move to a device, and compute products in a dtype. Matrices are converted to it unless they have 8 bits;
+        vectors stay in at least fp32."""
+        if self.weights != "full" and dtype == torch.float16:
+            raise UserError(f"products of {self.weights} weights may overflow in fp16; use bf16 or fp32")
         self.engine = None
+        for part in (self, *self.layers):
+            part.dtype = dtype
         for p in self.parameters():
-            p.data = p.data.to(device, dtype if p.ndim == 2 else torch.promote_types(dtype, torch.float32))
+            if p.dtype in EIGHT_BITS.values():
+                p.data = p.data.to(device)
+            else:
+                p.data = p.data.to(device, dtype if p.ndim == 2 else torch.promote_types(dtype, torch.float32))
         return self
 
     @property
     def device(self) -> torch.device:
         return self.W_h.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the matrices and the cache."""
-        return self.W_h.dtype
 
     @property
     def wide(self) -> torch.dtype:
@@ -158,10 +182,10 @@ class Folded(nn.Module):
         """Logits (B, T, V) of whole sequences."""
         return self.head(self.stream(tokens))
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache], layer: Any = Layer.__call__) -> Tensor:
         """Logits (B, V) after the last token of each row; fills the caches. Shorter rows are padded on the right:
         causal attention does not see the padding, and decoding overwrites it in the cache before it is seen."""
-        h = self.stream(tokens, caches)
+        h = self.stream(tokens, caches, layer)
         return self.head(h[torch.arange(len(h), device=h.device), lengths - 1])
 
     def decode(
@@ -177,13 +201,13 @@ class Folded(nn.Module):
             h = layer(part, h, ctx, cache, slots)
         return self.head(h[:, 0])
 
-    def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None, layer: Any = Layer.__call__) -> Tensor:
         """The residual stream after the last layer, (B, T, d_m)."""
         check_tokens(tokens, self.cfg.context)
         ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
         h = self.embed(tokens)
         for i, part in enumerate(self.layers):
-            h = part(h, ctx, None if caches is None else caches[i])
+            h = layer(part, h, ctx, None if caches is None else caches[i])
         return h
 
     def context(self, positions: Tensor) -> Context:
@@ -191,10 +215,14 @@ class Folded(nn.Module):
         return Context(*self.angles(positions), positions, mask=None)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.W_e).to(self.wide)
+        if self.W_e_scale is None:
+            return F.embedding(tokens, self.W_e).to(self.wide)
+        rows = F.embedding(tokens, self.W_e.view(torch.uint8)).view(self.W_e.dtype)  # not all devices index fp8
+        return rows.to(self.wide) * F.embedding(tokens, self.W_e_scale[:, None])
 
     def head(self, h: Tensor) -> Tensor:
-        return F.linear(enter(h, self.design, self.slope_h).to(self.dtype), self.W_h).to(self.wide)
+        x = enter(h, self.design, self.slope_h).to(self.dtype)
+        return product(x, self.W_h, self.W_h_scale).to(self.wide)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the rotary angles, (…, r/2)."""
@@ -212,3 +240,9 @@ class Folded(nn.Module):
 def decode_step(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> Tensor:
     """Logits (B, V) after one more token of each row; see `Folded.decode`."""
     return model.decode(tokens, positions, caches, capacity)
+
+
+@operation
+def read_prompts(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    """Logits (B, V) after the last token of each row; fills the caches. See `Folded.prefill`."""
+    return model.prefill(tokens, lengths, caches)

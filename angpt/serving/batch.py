@@ -2,18 +2,20 @@
 
 The rows in use are always the first ones of the cache: when a row leaves, the last one takes its place. The host knows
 the newest token and the position of every row and copies them to the device before each step; on a GPU the step is a
-CUDA graph, one for each power of two of rows and of slots.
+CUDA graph, one for each power of two of rows and of slots. A graph writes to fixed addresses, so prompts are read into
+a cache of one row, and copied to their place.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from angpt.inference.engine import record, shown_slots
+from angpt.inference.engine import PromptReader, record, shown_slots
 from angpt.inference.sampling import Sampling, pick, uniforms
-from angpt.models.folded import Cache, Folded, decode_step
+from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 from angpt.operations import kernels_enabled
 
 
@@ -38,6 +40,8 @@ class Batch:
         self.model, self.size, self.slots = model, size, slots
         self.recorded = kernels_enabled() and model.device.type == "cuda"
         self.caches = model.make_caches(size, slots)
+        read = partial(read_prompts, model)
+        self.reader = PromptReader(model, model.make_caches(1, slots), read) if self.recorded else None
         self.tokens, self.positions = (torch.zeros(size, dtype=torch.long, device=model.device) for _ in range(2))
         self.logits = torch.zeros(size, model.cfg.vocab_size, dtype=model.wide, device=model.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -45,14 +49,21 @@ class Batch:
 
     @property
     def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for cache in self.caches for tensor in cache)
+        single = [] if self.reader is None else self.reader.caches
+        return sum(tensor.nbytes for cache in [*self.caches, *single] for tensor in cache)
 
     @torch.no_grad()
     def join(self, prompt: Sequence[int], how: Sampling, seed: int) -> Row:
         """Read a prompt into a free row and choose the first token after it."""
         place, tokens = len(self.rows), torch.tensor([prompt], device=self.model.device)
-        caches = [Cache(c.keys[place : place + 1], c.values[place : place + 1]) for c in self.caches]
-        logits = self.model.prefill(tokens, torch.tensor([len(prompt)], device=self.model.device), caches)
+        if self.reader is None:
+            caches = [Cache(c.keys[place : place + 1], c.values[place : place + 1]) for c in self.caches]
+            logits = read_prompts(self.model, tokens, torch.tensor([len(prompt)], device=self.model.device), caches)
+        else:
+            logits = self.reader([prompt])
+            for cache, single in zip(self.caches, self.reader.caches, strict=True):
+                for tensor, part in zip(cache, single, strict=True):
+                    tensor[place, :, : len(prompt)] = part[0, :, : len(prompt)]
         seen = None
         if how.repetition_penalty != 1:
             seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)

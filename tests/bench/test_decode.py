@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from angpt.bench.decode import DecodingModel, bench_decode, floor_bytes, tables
+from angpt.bench.decode import DecodingModel, Models, bench_decode, floor_bytes, kinds_of, prefill_flops, tables
 from angpt.cli.main import main
 from angpt.config import PRESETS, ModelConfig
-from angpt.errors import UserError
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.hf import as_transformers
+from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
 from angpt.models.variants import build
 from tests.models.conftest import some_tokens, tiny
@@ -30,15 +30,30 @@ def test_the_floor_is_what_a_step_reads() -> None:
     rows = 3 * 16  # of the embedding
     slots = 3 * (10 + 3)  # behind a prompt of 10, on average over 6 new tokens
     assert floor_bytes(model, 3, 10, 6) == 2 * (matrices + rows) + 4 * vectors + 2 * 2 * 2 * 16 * slots
+    scales = 23 + 2 * (3 * 16 + 16 + 2 * 40 + 16)
+    eight = quantize(model, "int8")
+    assert floor_bytes(eight, 3, 10, 6) == matrices + rows + 4 * (vectors + scales) + 2 * 2 * 2 * 16 * slots
 
 
-def test_every_turn_writes_the_same_tokens() -> None:
-    model = fold(build(ModelConfig.size("tiny")))
-    subject = DecodingModel(model, 2, "auto", 5, 20)
-    expected = generate(model, subject.prompts, 20, GREEDY)
+def test_the_floor_of_a_prompt_is_counted_product_by_product() -> None:
+    cfg = ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=40, vocab_size=23)
+    shapes = [(48, 16), (16, 16), (80, 16), (16, 40)] * 2
+    products = sum(2 * 10 * rows * columns for rows, columns in shapes) + 2 * 23 * 16  # the head at the last position
+    pairs = 10 * 10 / 2  # causal: half of the products with keys, and with values
+    assert prefill_flops(cfg, 3, 10) == 3 * (products + 2 * (2 + 2) * pairs * 16)
+
+
+def test_models_that_share_their_caches_write_the_same_tokens_in_every_turn() -> None:
+    models = [fold(build(ModelConfig.size("tiny"), seed)) for seed in (0, 1)]
+    caches = models[0].make_caches(2, 64)
+    subjects = [DecodingModel(model, 2, "auto", 5, 20, caches) for model in models]
+    expected = [generate(model, torch.tensor(subjects[0].prompts), 20, GREEDY) for model in models]
+    assert expected[0] != expected[1]
     for _ in range(2):
-        subject.decode()
-        assert subject.engine.read(0) == expected
+        for subject, tokens in zip(subjects, expected, strict=True):
+            subject.prefill()
+            subject.decode()
+            assert subject.engine.read(0) == tokens
 
 
 @torch.no_grad()
@@ -53,35 +68,47 @@ def test_the_reference_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*")
-def test_results_of_all_architectures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_all_cases_are_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "decode.json"
-    main(["bench", "decode", "--size", "tiny", "--batches", "1", "2", "--prompt", "6", "--tokens", "5", "--rounds", "2",
-          "--architectures", "gpt+", "angpt", "--device", "cpu", "--out", str(out)])  # fmt: skip
+    main(["bench", "decode", "--size", "tiny", "--batches", "1", "2", "--prompts", "6", "9", "--tokens", "5",
+          "--architectures", "gpt+", "angpt", "--weights", "full", "int8", "--rounds", "2", "--device", "cpu",
+          "--out", str(out)])  # fmt: skip
     printed = capsys.readouterr().out
-    assert "tiny, 2 rows, 5 tokens after 6" in printed
+    assert printed.count("tokens/s") == 1
     found = json.loads(out.read_text())["results"]
-    assert [(r["architecture"], r["batch"]) for r in found] == [("gpt+", 1), ("angpt", 1), ("gpt+", 2), ("angpt", 2)]
+    names = [("gpt+", "full"), ("gpt+", "int8"), ("angpt", "full"), ("angpt", "int8")]
+    assert [(r["prompt"], r["batch"], r["architecture"], r["weights"]) for r in found] == [
+        (prompt, batch, *name) for prompt in (6, 9) for batch in (1, 2) for name in names
+    ]
     for r in found:
         assert r["tokens_per_s"] == pytest.approx(r["batch"] * 1e3 / r["token_ms"]["value"])
-        assert r["prefill_tokens_per_s"] == pytest.approx(r["batch"] * 6e3 / r["prefill_ms"]["value"])
+        assert r["prefill_tokens_per_s"] == pytest.approx(r["batch"] * r["prompt"] * 1e3 / r["prefill_ms"]["value"])
         assert r["floor_ms"] > 0
-    assert found[0]["speed"]["value"] == 1.0
-    assert found[1]["speed"]["value"] == pytest.approx(found[0]["token_ms"]["value"] / found[1]["token_ms"]["value"])
+        assert r["prefill_floor_ms"] > 0
+        assert r["transformers_prefill_ms"]["value"] > 0
+    for case in range(0, 16, 4):
+        ms = [found[case + i]["token_ms"]["value"] for i in range(4)]
+        speed, over_full = ([r[key]["value"] for r in found[case : case + 4]] for key in ("speed", "over_full"))
+        assert speed == pytest.approx([1, 1, ms[0] / ms[2], ms[1] / ms[3]])
+        assert over_full == pytest.approx([1, ms[0] / ms[1], 1, ms[2] / ms[3]])
 
 
 def test_without_transformers_and_with_several_kinds_of_step() -> None:
-    results = bench_decode("tiny", ["angpt"], 1, ["auto", "plain"], 4, 4, CPU, torch.float32, 1, False, print)
+    kinds = kinds_of(["angpt", "angpt"], ["full"], ["auto", "plain"])
+    models = Models("tiny", kinds, 3000, CPU, torch.float32, reference=False)  # longer than its context
+    results = bench_decode(models, 1, 4, 4, 1, print)
     assert [r.step for r in results] == ["auto", "plain"]
     assert all(r.transformers_ms is None for r in results)
-    assert len(tables(results)) == 2
+    (table,) = tables(results)
+    assert [row[2] for row in table.rows] == ["angpt auto", "angpt plain"]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--tokens", "1"), "at least 2"), (("--size", "33M"), "did you mean 32M"), (("--batches", "0"), "batches"),
-        (("--size", "tiny", "--prompt", "2000", "--tokens", "100"), "do not fit the context"),
+        (("--prompts", "0"), "prompts"), (("--weights", "int8", "full"), "name full first"),
         (("--architectures", "angtp"), "did you mean angpt"),
     ],
 )  # fmt: skip
@@ -90,8 +117,3 @@ def test_mistakes(args: tuple[str, ...], message: str, capsys: pytest.CaptureFix
         main(["bench", "decode", "--device", "cpu", *args])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_model_that_does_not_fit_is_named() -> None:
-    with pytest.raises(UserError, match="unknown size"):
-        bench_decode("huge", ["angpt"], 1, ["auto"], 4, 4, CPU, torch.float32, 1, False, print)

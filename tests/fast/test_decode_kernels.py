@@ -1,13 +1,19 @@
 """A decode step by the kernels against the same step by plain operations."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from angpt.errors import UserError
 from angpt.fast.decode import supports
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
+from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
 from angpt.models.folded import Cache, Folded
 from angpt.models.variants import ARCHITECTURES
@@ -23,10 +29,12 @@ def folded(*names: str, **sizes: int) -> Folded:
     return fold(tiny(*names, **sizes).float()).prepare(DEVICE, DTYPE)
 
 
-def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int):
-    """Logits and caches after one step: rows are the positions of the new tokens."""
-    from angpt.fast import decode_kernels as kernels
+def step_both_ways(model: Folded, rows: list[int], capacity: int, shown: int, kernels: Any = None):
+    """Logits and caches after one step, by plain operations and by a module of kernels: rows are the positions of the
+    new tokens."""
+    from angpt.fast import decode_kernels
 
+    kernels = kernels or decode_kernels
     generator = torch.Generator().manual_seed(1)
     tokens = some_tokens(len(rows)).to(DEVICE)
     positions = torch.tensor(rows, device=DEVICE)
@@ -68,6 +76,45 @@ def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, sh
 @torch.no_grad()
 def test_a_width_that_is_no_power_of_two() -> None:
     agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
+
+
+def eight_bits(model: Folded, kind: str) -> Folded:
+    """The model in 8 bits, its rows of very different lengths, so that a wrong scale shows."""
+    for p in model.parameters():
+        if p.ndim == 2:
+            p.mul_(torch.logspace(-0.5, 0.5, len(p), device=p.device)[torch.randperm(len(p)), None])
+    return quantize(model, kind)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_8_bit_weights_are_read_as_they_are(name: str, kind: str) -> None:
+    agree(step_both_ways(eight_bits(folded(name, d_model=32, d_ff=80, context=128), kind), [0, 70, 5], 128, 128))
+
+
+def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int, rows: int = 1) -> list[list[int]]:
+    """Greedy tokens with a given form of the step."""
+    engine = Engine(model, rows, 256, count, GREEDY, "plain")
+    engine.recorded, engine.decode = False, decode
+    engine.start([[1 + row, 2, 3] for row in range(rows)], 0)
+    for _ in range(count - 1):
+        engine.advance()
+    return engine.read(0)
+
+
+FEW = [(name, kind, 200 if ON_GPU else 30) for name in ("gpt+", "ngpt", "angpt") for kind in ("full", "fp8", "int8")]
+MANY = [pytest.param(name, "full", 200, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "kind", "count"), FEW + MANY)
+def test_greedy_tokens_are_those_of_the_plain_step(name: str, kind: str, count: int) -> None:
+    """The model is as small as can be: a step takes a tenth of a second in the interpreter."""
+    from angpt.fast import decode_kernels as kernels
+
+    model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
+    model = model if kind == "full" else quantize(model, kind)
+    assert tokens_by(model, partial(kernels.decode, model), count) == tokens_by(model, model.decode, count)
 
 
 def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:

@@ -35,12 +35,17 @@ def heads():
     return qkv, 32, ctx.cos, ctx.sin, gain, gain
 
 
-def decoding():
+def decoding(rows=2, slots=64):
     from angpt.inference.fold import fold
 
-    model = fold(tiny("angpt", d_model=32, context=64).float()).prepare(DEVICE, DTYPE)
-    positions = torch.tensor([0, 5], device=DEVICE)
-    return model, some_tokens(2).to(DEVICE), positions, model.make_caches(2, 64), 64
+    model = fold(tiny("angpt", d_model=32, context=slots).float()).prepare(DEVICE, DTYPE)
+    positions = torch.arange(rows, device=DEVICE)
+    return model, some_tokens(rows).to(DEVICE), positions, model.make_caches(rows, slots), slots
+
+
+def prompts():
+    model, _, _, caches, _ = decoding()
+    return model, some_tokens(2, 5).to(DEVICE), torch.tensor([5, 3], device=DEVICE), caches
 
 
 def states():
@@ -88,12 +93,14 @@ EXAMPLES = {
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
     "decode_step": decoding,
+    "read_prompts": prompts,
     "symmetric_product": lambda: (x := torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT, x),
     "symmetric_polynomial": lambda: (symmetric(3, 140), 3.4, -4.7, 2.0, torch.full((3,), 140.0, device=DEVICE)),
 }
 """Arguments of each operation by name: an operation without an example fails the tests."""
 OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")
-WITHOUT_GRADIENT = (*OF_OPTIMIZERS, "square_sum", "decode_step", "symmetric_product", "symmetric_polynomial")
+OF_INFERENCE = ("decode_step", "read_prompts")
+WITHOUT_GRADIENT = (*OF_OPTIMIZERS, *OF_INFERENCE, "square_sum", "symmetric_product", "symmetric_polynomial")
 
 
 def outcome(name, form):
@@ -155,6 +162,7 @@ def test_every_kernel_is_reached_by_an_operation(monkeypatch):
     for name, operation in OPERATIONS.items():
         with torch.set_grad_enabled(name not in WITHOUT_GRADIENT):
             outcome(name, operation.fast)
+    OPERATIONS["decode_step"].fast(*decoding(rows=5, slots=128))  # which has kernels of its own
     assert launched == kernels_launched_from_python()
 
 

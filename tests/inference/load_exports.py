@@ -19,7 +19,12 @@ class Blocked(MetaPathFinder):
 sys.meta_path.insert(0, Blocked())
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig  # noqa: E402
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 
 def load(folder, **options):
@@ -65,6 +70,78 @@ def use(folder, tokens, thorough):
         "tuple": isinstance(model(tokens, return_dict=False), tuple),
         "sampled": model.generate(prompt, max_new_tokens=4).shape[1],
         "defaults": [model.generation_config.temperature, model.generation_config.top_k],
+    }
+
+
+@torch.no_grad()
+def compiled(folder, tokens):
+    """Tokens of a compiled `generate` for prompts of several lengths, its graphs and its graph breaks."""
+    model, found = load(folder), {}
+    options = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode=None)
+    options._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    for length in (12, 5, 7):
+        made = model.generate(
+            tokens[:, :length], do_sample=False, max_new_tokens=9, pad_token_id=256, eos_token_id=None,
+            cache_implementation="static", compile_config=options,
+        )  # fmt: skip
+        found[length] = [made[:, length:].tolist(), counters["stats"]["unique_graphs"]]
+    return {"tokens": found, "breaks": sum(counters["graph_break"].values())}
+
+
+@torch.no_grad()
+def as_flash(folder, tokens):
+    """Logits with a function in the place of flash attention, and what it was called with."""
+    calls = set()
+
+    def attend(module, q, k, v, mask, dropout=0.0, scaling=None, **kwargs):
+        calls.add((str(q.dtype), str(k.dtype), str(v.dtype), mask is None, module.is_causal, scaling, dropout))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("stand_in", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("stand_in", flash_attention_mask)
+    model = load(folder, dtype=torch.bfloat16)
+    assert model._supports_flash_attn
+    expected = model(tokens).logits
+    model.set_attn_implementation("stand_in")
+    return {"error": float((model(tokens).logits - expected).abs().max()), "calls": sorted(calls)}
+
+
+@torch.no_grad()
+def by_engine(folder, tokens):
+    """Logits as engines compute them: the base model on rows that are packed into one, attention by instances that are
+    passed down, and a product with lm_head."""
+
+    class Attention:
+        def forward(self, q, k, v, scaling):
+            parts = zip(*(x.split(tokens.shape[1], dim=2) for x in (q, k, v)), strict=True)
+            return torch.cat([F.scaled_dot_product_attention(*p, is_causal=True, scale=scaling) for p in parts], dim=2)
+
+    def attend(module, q, k, v, mask, scaling=None, attention_instances=None, **kwargs):
+        return attention_instances[module.layer_idx].forward(q, k, v, scaling).transpose(1, 2).flatten(2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("engine", attend)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config._attn_implementation = "engine"
+    model = AutoModel.from_config(config, trust_remote_code=True).eval()
+    assert model.is_backend_compatible()
+    weights = load_file(folder / "model.safetensors")
+    head = weights.pop("lm_head.weight")
+    model.load_state_dict(weights)
+    hidden = model(
+        input_ids=tokens.reshape(1, -1),
+        position_ids=torch.arange(tokens.shape[1]).repeat(len(tokens))[None],
+        use_cache=False,
+        attention_instances={i: Attention() for i in range(config.num_hidden_layers)},
+        return_dict=False,
+    )[0]
+    prompt = tokens[:, :5]
+    made = load(folder).generate(prompt, do_sample=False, max_new_tokens=12, pad_token_id=256, eos_token_id=None)
+    return {
+        "logits": (hidden[0] @ head.T).view(*tokens.shape, -1).tolist(),
+        "tokens": made[:, 5:].tolist(),
+        "low": str(AutoModel.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)(tokens)[0].dtype),
     }
 
 
@@ -184,10 +261,15 @@ def beam_scores(model, prompt):
 if __name__ == "__main__":
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     tokens = torch.tensor(json.loads((root / "tokens.json").read_text()))
-    folders = sorted(p for p in root.iterdir() if p.is_dir())
     main = ("gpt+", "ngpt", "angpt")
+    engines = [root / "engine" / name for name in main]
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and p.name != "engine")
     found = {p.name: use(p, tokens, p.name in main) for p in folders}
     for folder in folders:
         if folder.name in main:
             found[folder.name]["tools"] = use_with_tools(folder, tokens, root / "scratch" / folder.name)
+            found[folder.name]["compiled"] = compiled(folder, tokens)
+            found[folder.name]["flash"] = as_flash(folder, tokens)
+    for folder in engines:
+        found[folder.name]["engine"] = by_engine(folder, tokens)
     out.write_text(json.dumps(found))

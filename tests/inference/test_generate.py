@@ -1,5 +1,7 @@
 import shutil
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +11,15 @@ from torch._dynamo.utils import counters
 
 from angpt.data.tokenizers import end_of_text_id, load_tokenizer
 from angpt.errors import UserError
+from angpt.fast import tuning
+from angpt.inference import engine
 from angpt.inference import generate as module
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.generate import Writer, generate, generate_text
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.decoder import Decoder
+from angpt.models.folded import read_prompts
 from angpt.models.variants import ARCHITECTURES, build
 from tests.inference.conftest import byte_model
 from tests.models.conftest import some_tokens, tiny
@@ -155,7 +160,81 @@ def test_compiled_once_for_all_layers_the_tokens_are_the_same() -> None:
     torch._dynamo.reset()
     counters.clear()
     assert generate(model, UNEVEN, 30, GREEDY, step="compiled") == expected
+    assert counters["stats"]["unique_graphs"] == 2  # of prompts and of a step
+
+
+@torch.no_grad()
+def test_prompts_of_another_length_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(*args, **options, backend="eager"))
+    monkeypatch.setattr(engine, "compiled_prompt_layer", engine.compiled_prompt_layer.__wrapped__)
+    model = fold(tiny(context=128, n_layers=2).float())
+    torch._dynamo.reset()
+    counters.clear()
+    readers = {step: engine.reader_of(model, step) for step in ("compiled", "plain")}
+    for length in (5, 9, 2, 64, 17):
+        lengths = torch.full((2,), length)
+        found = [read(some_tokens(2, length), lengths, model.make_caches(2, 128)) for read in readers.values()]
+        torch.testing.assert_close(*found)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("longest", "slots", "length"),
+    [(1, 99, 12), (12, 99, 12), (13, 99, 16), (17, 99, 24), (97, 999, 128), (9, 10, 10)],
+)
+def test_prompts_are_padded_to_few_lengths(longest: int, slots: int, length: int) -> None:
+    assert engine.prompt_length(longest, slots) == length
+
+
+def test_at_most_a_third_of_a_prompt_is_padding() -> None:
+    lengths = {engine.prompt_length(longest, 4096) for longest in range(16, 4097)}
+    assert len(lengths) == 17
+    assert all(longest <= engine.prompt_length(longest, 4096) < longest / 2 * 3 for longest in range(16, 4097))
+
+
+class Recorded(engine.PromptReader):
+    """A reader that does on the CPU what it does on a GPU, where a replay computes with what the buffers then hold."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.recorded, self.shapes = True, []
+
+    def run(self, tokens: Tensor) -> Tensor:
+        self.shapes.append(tuple(tokens.shape))
+        return super().run(tokens)
+
+    def capture(self, length: int) -> Any:
+        def replay() -> None:
+            self.logits[length] = self.run(self.tokens[length])
+
+        return SimpleNamespace(replay=replay)
+
+
+@torch.no_grad()
+def test_padded_prompts_leave_the_same_logits_and_slots() -> None:
+    model = fold(tiny(context=64).float())
+    reader = Recorded(model, model.make_caches(2, 64), partial(read_prompts, model))
+    for prompts in ([[1, 2, 3], [4] * 14], [[7] * 15, [3, 1]], [[2] * 13, [5] * 9], [[1] * 40, [2]]):
+        caches = model.make_caches(2, 64)
+        lengths = torch.tensor([len(p) for p in prompts])
+        expected = model.prefill(engine.padded(prompts, max(map(len, prompts))), lengths, caches)
+        torch.testing.assert_close(reader(prompts), expected)
+        for ours, theirs in zip(reader.caches, caches, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                for row, length in enumerate(lengths):
+                    torch.testing.assert_close(a[row, :, :length], b[row, :, :length])
+    assert reader.shapes == [(2, 14), (2, 16), (2, 16), (2, 40)]  # the first of a length is not padded
+
+
+@torch.no_grad()
+def test_many_tokens_are_read_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fold(tiny(context=64).float())
+    monkeypatch.setattr(tuning, "PROMPT_GRAPH_TOKENS", 31)
+    reader = Recorded(model, model.make_caches(2, 64), partial(read_prompts, model))
+    for _ in range(3):
+        reader([[1] * 13, [2] * 3])
+    assert reader.shapes == [(2, 13)] * 3
 
 
 @pytest.mark.parametrize(

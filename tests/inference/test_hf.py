@@ -44,6 +44,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NAMES:
         run = write_run(path / "runs" / folder_of(name), byte_model(name))
         hf.export(open_source(run.path), path / "hf" / folder_of(name))
+        if name in MAIN:
+            hf.export(open_source(run.path), path / "hf" / "engine" / name, engine=True)
     (path / "hf" / "tokens.json").write_text(json.dumps(TOKENS.tolist()))
     return path
 
@@ -97,6 +99,40 @@ def test_what_transformers_offers_works(used: dict[str, Any], name: str) -> None
     assert found["loss"] == pytest.approx(float(model(TOKENS[:, :-1], TOKENS[:, 1:])), rel=1e-5)
     assert found["ids"] == load_tokenizer("bytes").encode("déjà <|x|>").ids
     assert found["defaults"] == [0.8, 50]
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_a_compiled_generate_has_one_graph_for_all_tokens_and_prompts(used: dict[str, Any], name: str) -> None:
+    found = used[name]["compiled"]
+    assert found["breaks"] == 0
+    for length, (tokens, graphs) in found["tokens"].items():
+        assert tokens == generate(byte_model(name), TOKENS[:, : int(length)], 9, GREEDY)
+        assert graphs == 1
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_flash_attention_would_be_called_as_it_must_be(used: dict[str, Any], name: str) -> None:
+    """In low precision, without a mask for rows without padding, causal, with the scale already in q."""
+    found = used[name]["flash"]
+    assert found["error"] == 0
+    assert found["calls"] == [["torch.bfloat16"] * 3 + [True, True, 1.0, 0.0]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MAIN)
+def test_engines_compute_the_logits_from_the_base_model_and_lm_head(used: dict[str, Any], name: str) -> None:
+    found, model = used[name]["engine"], byte_model(name)
+    assert relative_error(found["logits"], model(TOKENS).double()) < 1e-5
+    assert found["tokens"] == generate(model, TOKENS[:, :5], 12, GREEDY)
+    assert found["low"] == "torch.bfloat16"
+
+
+def test_an_export_for_engines_is_not_imported(root: Path) -> None:
+    with pytest.raises(UserError, match="exported for engines, which cannot be undone; give the run"):
+        open_source(root / "hf" / "engine" / "angpt")
+    card = (root / "hf" / "engine" / "angpt" / "README.md").read_text()
+    assert "cannot be imported again" in card
+    assert "ConstrainCallback" not in card
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -1,13 +1,15 @@
 import random
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
 
+from angpt.inference.engine import PromptReader
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.sampling import GREEDY, Sampling
-from angpt.models.folded import Folded
+from angpt.models.folded import Folded, read_prompts
 from angpt.serving.batch import Batch, Row
 from tests.models.conftest import tiny
 
@@ -31,13 +33,16 @@ def test_rows_that_join_and_leave_at_any_time_write_what_they_write_alone(
 ) -> None:
     """Thirty texts of different lengths and settings pass through five rows, in float64."""
     monkeypatch.setattr("angpt.serving.batch.record", Replayed)
+    monkeypatch.setattr("angpt.inference.engine.record", Replayed)
     model, rng = fold(tiny(name, context=160)), random.Random(1)
     wanted = [
         ([rng.randrange(23) for _ in range(rng.randrange(1, 100))], rng.randrange(1, 60), rng.choice(HOWS), seed)
         for seed in range(30)
     ]
     batch, waiting, found = Batch(model, 5, 160), list(range(30)), dict[int, list[int]]()
-    batch.recorded = recorded
+    if recorded:
+        batch.reader = PromptReader(model, model.make_caches(1, 160), partial(read_prompts, model))
+        batch.recorded = batch.reader.recorded = True
     running: dict[int, Row] = {}
     together = set()
     while waiting or running:
@@ -57,6 +62,7 @@ def test_rows_that_join_and_leave_at_any_time_write_what_they_write_alone(
             found[number].append(row.token)
     assert together == {1, 2, 3, 4, 5}
     assert {width for width, _ in batch.graphs} == ({1, 2, 4, 5} if recorded else set())
+    assert batch.reader is None or batch.reader.graphs.keys() > {48, 64, 96}
     for number, (prompt, tokens, how, seed) in enumerate(wanted):
         assert found[number] == generate(model, [prompt], tokens, how, seed=seed)[0]
 

@@ -1,0 +1,104 @@
+"""Reading prompts on a GPU: matrix products and attention by PyTorch, and what lies between them by three kernels.
+
+| kernel | computes |
+|---|---|
+| `_prompt_heads` | rotation and norm of q and k; keys and values into the cache |
+| `_advance` | a residual update and the input of the next block |
+| `_swiglu` of block_kernels.py | u · SiLU(z) |
+
+A layer has nine or ten launches, where plain operations have about thirty. `Folded.prefill` is the plain form. The
+kernels are tested in Triton's interpreter; they have not run on a GPU, so that `tuning.PROMPT_KERNELS` leaves them to
+`--step kernels`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from angpt.fast.decode_kernels import Steps
+from angpt.models.folded import Cache, Folded, Layer, product
+from angpt.models.primitives import check_tokens, swiglu
+
+
+@triton.jit
+def _rotated_heads(
+    ptr, at, partner, cos, sin, known, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr
+):  # fmt: skip
+    """All heads of q or k, rotated and normed."""
+    x = tl.load(ptr + at, known, 0.0).to(tl.float32) * cos + tl.load(ptr + partner, known, 0.0).to(tl.float32) * sin
+    if QK_NORM:
+        x = x * tl.rsqrt((tl.sum(x * x, axis=1) + EPS) / D_HEAD)[:, None]
+    return x
+
+
+@triton.jit
+def _prompt_heads(
+    qkv_ptr, cos_ptr, sin_ptr, gain_ptr, q_ptr, k_ptr, v_ptr, heads, length, stride_row, stride_head,
+    QK_NORM: tl.constexpr, GAINS: tl.constexpr, EPS: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    D_HEAD: tl.constexpr,
+):  # fmt: skip
+    """q of one token of one row, and its keys and values in the cache."""
+    token, row = tl.program_id(0), tl.program_id(1)
+    d = heads * D_HEAD
+    head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
+    known = (head < heads)[:, None]
+    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    angle, turned = token * HALF + tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
+    cos = tl.load(cos_ptr + angle, turned, 1.0)[None, :]
+    sin = (tl.load(sin_ptr + angle, turned, 0.0) * tl.where(dims < HALF, -1.0, 1.0))[None, :]
+    start = qkv_ptr + (row.to(tl.int64) * length + token) * 3 * d
+    at, other = head[:, None] * D_HEAD + dims[None, :], head[:, None] * D_HEAD + partner[None, :]
+    q = _rotated_heads(start, at, other, cos, sin, known, QK_NORM, EPS, D_HEAD)
+    k = _rotated_heads(start + d, at, other, cos, sin, known, QK_NORM, EPS, D_HEAD)
+    v = tl.load(start + 2 * d + at, known, 0.0)
+    if GAINS == 1:
+        q = q * tl.load(gain_ptr)
+    elif GAINS > 1:
+        q = q * tl.load(gain_ptr + at, known, 0.0)
+    place = ((row.to(tl.int64) * heads + head[:, None]) * length + token) * D_HEAD + dims[None, :]
+    tl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), known)
+    slot = row.to(tl.int64) * stride_row + head[:, None] * stride_head + token * D_HEAD + dims[None, :]
+    tl.store(k_ptr + slot, k.to(k_ptr.dtype.element_ty), known)
+    tl.store(v_ptr + slot, v, known)
+
+
+class PromptSteps(Steps):
+    """The kernels of one model for prompts, called layer by layer."""
+
+    def __init__(self, model: Folded) -> None:
+        super().__init__(model)
+        self.launch = {"OVERLAP": False}  # products and attention in between do not overlap
+
+    def attention(self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Causal attention of whole prompts (B, T, 3 d), whose keys and values fill the cache."""
+        rows, length, _ = qkv.shape
+        q = torch.empty(rows, self.heads, length, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
+        _prompt_heads[length, rows](
+            qkv, *angles, qkv if layer.gain is None else layer.gain, q, cache.keys, cache.values, self.heads, length,
+            cache.keys.stride(0), cache.keys.stride(1), HEADS=triton.next_power_of_2(self.heads), **self.qk(layer),
+        )  # fmt: skip
+        keys, values = cache.keys[:, :, :length], cache.values[:, :, :length]
+        out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=1.0)
+        return out.transpose(1, 2).flatten(2)
+
+
+def prefill(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
+    """`Folded.prefill`, computed with the kernels."""
+    check_tokens(tokens, model.cfg.context)
+    steps = PromptSteps(model)
+    with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
+        angles = model.angles(torch.arange(tokens.shape[1], device=tokens.device))
+        h, x = steps.advance(model.embed(tokens), None, model.dtype)
+        for layer, cache in zip(model.layers, caches, strict=True):
+            assert isinstance(layer, Layer)
+            out = steps.attention(product(x, layer.W_qkv, layer.W_qkv_scale), layer, cache, angles)
+            update_a = product(out, layer.W_p, layer.W_p_scale), layer.keep_a, layer.add_a
+            h, x = steps.advance(h, update_a, model.dtype)
+            y = swiglu(product(x, layer.W_uz, layer.W_uz_scale))
+            update_m = product(y, layer.W_d, layer.W_d_scale), layer.keep_m, layer.add_m
+            h, x = steps.advance(h, update_m, model.dtype)
+        return model.head(h[torch.arange(len(h), device=h.device), lengths - 1])

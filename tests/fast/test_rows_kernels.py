@@ -1,0 +1,91 @@
+"""A decode step of many rows by the kernels, against the same step by plain operations."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from angpt.fast import tuning
+from angpt.models.folded import Folded
+from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded, step_both_ways, tokens_by
+from tests.triton_anywhere import ON_GPU, kernels_apply  # noqa: F401
+
+ROWS = [0, 70, 5, 33, 127]
+SMALL = {16: (32, 16, 4, 2), 32: (32, 16, 4, 2)}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles so small that products of tiny models have several parts, tiles and iterations."""
+    monkeypatch.setattr(tuning, "DECODE_TILES", SMALL)
+    monkeypatch.setattr(tuning, "DECODE_LEAST_DEPTH", 16)
+
+
+def compare(model: Folded, rows: list[int], capacity: int, shown: int) -> None:
+    from angpt.fast import rows_kernels
+
+    agree(step_both_ways(model, rows, capacity, shown, rows_kernels))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_the_kernels_are_the_plain_step(name: str) -> None:
+    compare(folded(name, d_model=32, n_layers=1 if "/" in name else 2, context=128), ROWS, 128, 128)
+
+
+@torch.no_grad()
+def test_without_parts_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "DECODE_PROGRAMS", 1)
+    compare(folded(d_model=32, context=128), ROWS, 128, 128)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "capacity", "shown"), [([5, 63, 64, 2, 99], 256, 128), ([129, 400, 0, 1, 7], 130, 130)]
+)
+def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, shown: int) -> None:
+    compare(folded(d_model=48, n_heads=3, d_ff=80, n_layers=1), rows, capacity, shown)
+
+
+@torch.no_grad()
+def test_more_rows_than_a_tile_has() -> None:
+    compare(folded(n_layers=1, n_heads=1, d_ff=16, context=64), [row % 60 for row in range(37)], 64, 64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_8_bit_weights_are_read_as_they_are(kind: str) -> None:
+    compare(eight_bits(folded(d_model=32, d_ff=80, context=128), kind), ROWS, 128, 128)
+
+
+FEW = [(name, 200 if ON_GPU else 20) for name in ("gpt+", "ngpt", "angpt")]
+MANY = [pytest.param(name, 200, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize(("name", "count"), FEW + MANY)
+def test_greedy_tokens_are_those_of_the_plain_step(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from angpt.fast import rows_kernels
+
+    monkeypatch.setattr(tuning, "DECODE_TILES", {16: (32, 16, 4, 2)})
+    model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
+    plain = tokens_by(model, model.decode, count, rows=5)
+    assert tokens_by(model, partial(rows_kernels.decode, model), count, rows=5) == plain
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "parts"),
+    [(3072, 1024, 32, 2), (1024, 1024, 32, 4), (1024, 4096, 32, 8), (50_304, 1024, 32, 1), (3840, 1280, 32, 2)],
+)
+def test_products_have_enough_programs(n: int, k: int, rows: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The matrices of the 0.5B model, and one of the 1B model."""
+    from angpt.fast import rows_kernels
+
+    monkeypatch.setattr(tuning, "DECODE_LEAST_DEPTH", 256)
+    assert rows_kernels.parts_of(n, k, rows) == parts
+
+
+def test_tiles_hold_the_batch_or_are_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from angpt.fast import rows_kernels
+
+    monkeypatch.setattr(tuning, "DECODE_TILES", dict.fromkeys((16, 32, 64, 128), (0, 0, 0, 0)))
+    assert [rows_kernels.tile_rows(batch) for batch in (5, 16, 17, 64, 100, 500)] == [16, 16, 32, 64, 128, 128]
