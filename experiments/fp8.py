@@ -36,7 +36,11 @@ def compare(out: Path, options: list[str]) -> None:
         differences = []
         for seed in SEEDS:
             own = ["--model.architecture", architecture, "--seed", str(seed), *options]
-            pair = [train(out / f"{architecture}-{p}-s{seed}", [*own, "--precision", p]) for p in ("bf16", "fp8")]
+            precisions = {"bf16": ["bf16"], "fp8": ["fp8", "--record-fp8"]}
+            pair = [
+                train(out / f"{architecture}-{name}-s{seed}", [*own, "--precision", *chosen])
+                for name, chosen in precisions.items()
+            ]
             low, high = (run.evaluations[-1].loss for run in pair)
             differences.append((high - low, last_tenth(pair[1]) - last_tenth(pair[0])))
             shown = " | ".join(f"{x:+.4f}" for x in differences[-1])

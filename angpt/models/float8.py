@@ -20,7 +20,7 @@ from angpt.operations import operation
 
 ROUNDING = 1 + 2**-8
 """Largest factor by which rounding to bf16 lengthens a number; (1 + 2⁻⁴) for e4m3."""
-GRADIENT_SCALE = 64.0
+GRADIENT_SCALE = 256.0
 """Scale of gradients, times the tokens of a pass, over the rms of s_z."""
 GAIN_MARGIN = 4.0
 """Factor by which the learned gains of u and z, together, may grow from 1 before u · SiLU(z) could saturate."""
