@@ -17,6 +17,7 @@ from angpt.serialization import INTEGERS, check_settings, from_dict, shown
 Device = Literal["auto", "cpu", "cuda"]
 Parallel = Literal["auto", "ddp", "fsdp"]
 Precision = Literal["auto", "fp32", "bf16"]
+TrainPrecision = Literal["auto", "fp32", "bf16", "fp8"]
 Step = Literal["auto", "plain", "kernels", "compiled"]
 """How prompts are read and a decode step is computed. plain: PyTorch operations. kernels: hand-written kernels, in bf16
 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels for up to four rows,
@@ -271,8 +272,9 @@ class TrainConfig:
     """Seed of the initial weights and of the order of the data."""
     device: Device = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU."""
-    precision: Precision = "auto"
-    """bf16: matrix products in bf16, parameters in fp32. auto: bf16 on a GPU, fp32 on the CPU."""
+    precision: TrainPrecision = "auto"
+    """bf16: matrix products in bf16, parameters in fp32. fp8: products of blocks in 8 bits (docs/fp8.md), all else as
+    with bf16. auto: bf16 on a GPU, fp32 on the CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """torch.compile. auto: on a GPU."""
     eval_every: int | None = None
@@ -285,6 +287,9 @@ class TrainConfig:
     """Steps between records of each layer (input norm, α, row norms); a fiftieth of the run unless given; 0: never."""
     record_moments: bool = False
     """Also record the variance of the first moment of each matrix, every 10 steps or 200 times in a long run."""
+    record_fp8: bool = False
+    """With precision fp8, and as often as layers: also record the shares of saturated numbers and of those that became
+    zero, and the kurtosis, of the inputs and output gradients of each matrix."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; a tenth of the run unless given. One is always written at the end."""
     keep_checkpoints: int = 2
@@ -303,6 +308,8 @@ class TrainConfig:
         check_settings(self, "in [0, 2⁶³)", lambda value: 0 <= value < 2**63, "seed")
         if self.shard_ranks is not None and self.parallel != "fsdp":
             raise UserError(f"shard_ranks = {self.shard_ranks} shards matrices, which needs parallel = 'fsdp'")
+        if self.record_fp8 and self.precision != "fp8":
+            raise UserError(f"record_fp8 records products in 8 bits, but precision = {self.precision!r}; set it to fp8")
         parse_budget(self.tokens, parameters=10**9)
 
     @property
@@ -360,7 +367,10 @@ class TrainConfig:
 
 MACHINE_SETTINGS = ("micro_batch", "parallel", "shard_ranks", "recompute", "timeout", "kernels")
 """Settings that depend on the machines of a run. They change its numbers by rounding at most."""
-RECORDS = ("eval_every", "log_every", "layers_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
+RECORDS = (
+    "eval_every", "log_every", "layers_every", "record_fp8", "checkpoint_every", "keep_checkpoints", "tensorboard",
+    "wandb",
+)  # fmt: skip
 """Settings that say when and where records are written."""
 RESUME_SETTINGS = (*MACHINE_SETTINGS, "data.path", *RECORDS)
 """Settings that may change when a run is resumed, because they do not change the losses of its steps. Data may have

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-BF16, FP32, I64 = "*bf16", "*fp32", "*i64"
+BF16, FP32, I64, FP8 = "*bf16", "*fp32", "*i64", "*fp8e4nv"
 
 
 def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **constants) -> dict:
@@ -55,7 +55,8 @@ def training() -> dict[str, dict]:
 
     tables = {"table_ptr": I64, "programs_ptr": I64, "clip_ptr": FP32}
     types = tables | {"n_cols": "i32"}
-    adam = {"ADAM": True, "CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
+    low = {"LOW": tl.bfloat16, "LOW_SCALE": 1.0}
+    adam = low | {"ADAM": True, "CONSTRAINED": True, "UNIT": True, "COPY": True, "TINY": 1e-30, "KIND": tl.bfloat16}
     sums = {"KIND": tl.bfloat16, "EVEN": True, "BLOCK": k.BLOCK, "TILES": k.BLOCKS}
     return {
         **{
@@ -63,6 +64,9 @@ def training() -> dict[str, dict]:
             for width in (1024, 4096, ADAM_WIDEST)
         },
         "columns": build(k._step_columns, types, 8, **adam, ROWS=k.DOWN, COLS=k.COLUMNS),
+        "rows with a copy in e4m3": build(
+            k._step_rows, types, 8, **adam | {"LOW": tl.float8e4nv, "LOW_SCALE": 256.0}, ROWS=2, COLS=1024
+        ),
         "momentum": build(muon._momentum, tables, 8, KIND=tl.float32, OUT=tl.bfloat16, EVEN=True, BLOCK=muon.BLOCK),
         "squares": build(k._squares, {"table_ptr": I64, "programs_ptr": I64, "sums_ptr": FP32}, 8, **sums),
     }
@@ -70,6 +74,7 @@ def training() -> dict[str, dict]:
 
 def models() -> dict[str, dict]:
     from angpt.fast import block_kernels as k
+    from angpt.fast import float8_kernels as float8
     from angpt.fast import head_kernels as heads
     from angpt.fast import loss_kernels as loss
 
@@ -87,7 +92,8 @@ def models() -> dict[str, dict]:
     packed_back |= {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
     normed = {"Q_GAIN": True, "K_GAIN": True, "EPS": 1e-20, "HALF": 16}
     lanes = {"LANES": loss.LANES, "EACH": loss.EACH}
-    unit = {"BLOCK": k.BLOCK}
+    unit, square = {"BLOCK": k.BLOCK}, {"LARGEST": 448.0, "TILE": float8.TILE}
+    bytes_ = {"scale_ptr": FP32, "y_ptr": FP8, "t_ptr": FP8, "n_rows": "i32", "n_cols": "i32"}
     return {
         "cross-entropy": build(loss._cross_entropy, logits, loss.WARPS, GRADIENT=True, **lanes),
         "swiglu": build(k._swiglu, pair | {"h_ptr": BF16}, 4, FACTOR=1.0, **unit),
@@ -113,6 +119,8 @@ def models() -> dict[str, dict]:
             )
             for n, d in ((16, 64), (32, 128), (40, 128))
         },
+        "quantize": build(float8._quantize, bytes_ | {"x_ptr": BF16}, float8.WARPS, CONVERT=True, **square),
+        "transpose": build(float8._quantize, bytes_ | {"x_ptr": FP8}, float8.WARPS, CONVERT=False, **square),
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
     }

@@ -23,10 +23,10 @@ def kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if ON_GPU:
         return
-    from angpt.fast import block_kernels, head_kernels, models
+    from angpt.fast import block_kernels, float8_kernels, head_kernels, models
 
     monkeypatch.setattr(models, "bf16_on_gpu", lambda x: x.dtype == DTYPE)
-    for module in (block_kernels, head_kernels):
+    for module in (block_kernels, float8_kernels, head_kernels):
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel)  # for the compiler, which does not take part
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -99,7 +99,7 @@ def torch_step(model: Decoder, optimizer: OptimizerConfig) -> Callable[[], None]
 
 def our_step(engine: Engine) -> Callable[[], None]:
     """A step of the engine, on the same gradients each time."""
-    holders = [state.weight if state.copy is None else state.copy for state in engine.optimizer.states]
+    holders = [state.holder for state in engine.optimizer.states]
     gradients = [torch.randn_like(p) for p in holders]
 
     def step() -> None:

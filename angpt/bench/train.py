@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from angpt.bench.measure import between, in_turns, median, ratio, timed
 from angpt.config import ModelConfig, Recipe, TrainConfig, size_name
 from angpt.data.loader import Batch
 from angpt.errors import UserError
+from angpt.fast.precision import stream_dtype
 from angpt.models.variants import build
 from angpt.optim.optimizer import total_norm
 from angpt.present.tables import Table
@@ -30,6 +31,7 @@ GROUPS = {
     "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention kernels use CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
     "SwiGLU": r"^_swiglu",
+    "conversion to 8 bits": r"^_(quantize|transpose)",
     "norm of rotated q and k": r"^_heads",
     "residual update, gradient of norms": r"^_(update|rms)",
     "scaled rows": r"^_scale_rows",
@@ -64,7 +66,8 @@ class Case:
 class Result:
     """Measurements of one recipe in one case."""
 
-    architecture: Recipe
+    architecture: str
+    """The recipe; followed by its precision if several were measured."""
     size: str
     rows: int
     passes: int
@@ -204,10 +207,9 @@ def grouped(kernels: Sequence[tuple[str, int, float]]) -> dict[str, float]:
 
 def bench_train(
     case: Case,
-    recipes: Sequence[Recipe],
+    recipes: Mapping[str, tuple[Recipe, torch.dtype]],
     context: int,
     device: torch.device,
-    dtype: torch.dtype,
     compiled: bool,
     warmup: int,
     rounds: int,
@@ -215,12 +217,12 @@ def bench_train(
     profile: int,
     progress: Callable[[str], None],
 ) -> list[Result]:
-    """Measure all recipes in one case; the first is the baseline."""
+    """Measure all recipes, each with the dtype of its matrices, in one case; the first is the baseline."""
     torch.compiler.reset()  # the compiler gives up after eight versions of a block
     subjects: dict[str, TrainingModel] = {}
-    for name in recipes:
+    for name, (recipe, dtype) in recipes.items():
         progress(f"{name}: building, compiling, first step")
-        subjects[name] = TrainingModel(name, case, context, device, dtype, compiled)
+        subjects[name] = TrainingModel(recipe, case, context, device, dtype, compiled)
     record_alike([*subjects.values()])
     progress(f"{warmup} steps to warm up")
     functions = {name: subject.step for name, subject in subjects.items()}
@@ -228,7 +230,8 @@ def bench_train(
     progress(f"{rounds} rounds of {steps} steps each")
     seconds = in_turns(functions, device, rounds, steps)
     progress("parts of a step")
-    peak, tokens = peak_flops(device, dtype), case.rows * context
+    first, (_, dtype) = next(iter(recipes.items()))
+    peak, tokens = peak_flops(device, stream_dtype(dtype)), case.rows * context
     results = []
     for name, subject in subjects.items():
         step = median(seconds[name])
@@ -242,7 +245,7 @@ def bench_train(
                 passes=case.rows // case.pass_rows,
                 context=context,
                 step_ms=step.times(1e3),
-                ratio=ratio(seconds[name], seconds[recipes[0]]),
+                ratio=ratio(seconds[name], seconds[first]),
                 tokens_per_s=tokens / step.mean,
                 mfu=flops / step.mean / peak,
                 memory_gib=subject.memory_gib,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import arg
 
-from angpt.config import Device, Precision, Step, TrainConfig, Weights
+from angpt.config import Device, Precision, Step, TrainConfig, TrainPrecision, Weights
 from angpt.errors import UserError
 from angpt.present.tables import Table, show
 from angpt.present.terminal import terminal
@@ -40,7 +40,7 @@ def train(
     rounds: Rounds = 12,
     steps: int = 5,
     device: On = "auto",
-    precision: In = "auto",
+    precision: tuple[TrainPrecision, ...] = ("auto",),
     compile: Literal["auto", "on", "off"] = "auto",
     profile: int = 0,
     out: Out = None,
@@ -57,10 +57,14 @@ def train(
         warmup: Steps of each architecture before the first measurement; 3, but 40 on a GPU, whose clocks take seconds
             to settle.
         steps: Steps in a round.
+        precision: Precision of matrix products, bf16 on a GPU; several, such as bf16 fp8, take turns too.
         compile: Compile the blocks; auto does so on a GPU.
         profile: Also show this many kernels that take most of a step.
     """
     from angpt.bench.train import Case, bench_train, tables
+    from angpt.fast.precision import stream_dtype
+    from angpt.training.hardware import check_precision
+    from angpt.training.plan import DTYPES
 
     chosen = [Case.parse(text) for text in cases]
     if not chosen:
@@ -68,12 +72,22 @@ def train(
     if profile < 0:
         raise UserError(f"--profile {profile}: must be 0 or more")
     least = {"warmup": 1 if warmup is None else warmup, "rounds": rounds, "steps": steps, "context": context}
-    console, where, dtype = _start(device, precision, architectures, **least)
+    if not precision:
+        raise UserError("--precision: name at least one")
+    console, where, auto = _start(device, "auto", architectures, **least)
     if warmup is None:
         warmup = 40 if where.type == "cuda" else 3
-    _print_rates(console, where, dtype)
+    dtypes = {name: auto if name == "auto" else DTYPES[name] for name in precision}
+    for name in dtypes:
+        check_precision(where, name)
+    subjects = {
+        recipe if len(dtypes) == 1 else f"{recipe} {name}": (recipe, dtype)
+        for recipe in architectures
+        for name, dtype in dtypes.items()
+    }
+    _print_rates(console, where, stream_dtype(dtypes[precision[0]]))
     compiled = where.type == "cuda" if compile == "auto" else compile == "on"
-    options = (architectures, context, where, dtype, compiled, warmup, rounds, steps, profile)
+    options = (subjects, context, where, compiled, warmup, rounds, steps, profile)
     measures = {f"{case.size}, {case.rows} sequences": partial(bench_train, case, *options) for case in chosen}
     _measure(console, where, out, measures, tables)
     console.print(

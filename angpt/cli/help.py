@@ -39,7 +39,7 @@ HINT = tyro.conf.arg(help_behavior_hint=default_hint)
 
 
 FLAT = tyro.conf.arg(prefix_name=False)
-MEASURED = ("eval_every", "eval_tokens", "log_every", "layers_every", "record_moments")
+MEASURED = ("eval_every", "eval_tokens", "log_every", "layers_every", "record_moments", "record_fp8")
 KEPT = ("checkpoint_every", "keep_checkpoints", "tensorboard", "wandb")
 GROUPS = {
     "machine": ("device", "precision", "compile", "kernels", "micro_batch", "recompute"),

@@ -1,9 +1,10 @@
-"""Fast forms of the operations of `angpt.models.primitives`: bf16 on an NVIDIA GPU, by Triton kernels."""
+"""Fast forms of the operations of `angpt.models`: bf16 and e4m3 on an NVIDIA GPU, by Triton kernels and cuBLAS."""
 
 import torch
 from torch import Tensor
 
-from angpt.models import primitives
+from angpt.float8 import E4M3
+from angpt.models import float8, primitives
 
 
 def bf16_on_gpu(x: Tensor) -> bool:
@@ -57,6 +58,23 @@ def normed_heads(
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
+def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    from angpt.fast import float8_kernels
+
+    return float8_kernels.quantize(x.contiguous(), scale)
+
+
+def transpose(x: Tensor) -> Tensor:
+    from angpt.fast import float8_kernels
+
+    return float8_kernels.transpose(x.contiguous())
+
+
+def float8_product(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> Tensor:
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), one, factor / scale, out_dtype=torch.bfloat16)
+
+
 def _one_alpha_per_column(
     h: Tensor, x: Tensor, alpha: Tensor, nu_of_alpha: bool = True, times: float = 1.0, normed: bool = False
 ) -> bool:
@@ -70,6 +88,14 @@ def _known_head(
     return bf16_on_gpu(qkv) and d_head in (16, 32, 64, 128, 256) and cos.shape[-1] > 0
 
 
+def _e4m3_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == E4M3
+
+
+def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> bool:
+    return _e4m3_on_gpu(a) and all(size % 16 == 0 for size in (*a.shape, *b.shape))
+
+
 # Each predicate has the parameters of its operation, which may be called with keywords.
 primitives.residual_update.accelerate(residual_update, _one_alpha_per_column)
 primitives.swiglu.accelerate(swiglu, lambda uz, factor=1.0: bf16_on_gpu(uz))
@@ -79,3 +105,6 @@ primitives.linear_with_row_gains.accelerate(
     linear_with_row_gains, lambda x, weight, gains: bf16_on_gpu(weight) and x.dtype == weight.dtype
 )
 primitives.normed_heads.accelerate(normed_heads, _known_head)
+float8.quantize.accelerate(quantize, lambda x, scale: bf16_on_gpu(x))
+float8.transpose.accelerate(transpose, lambda x: _e4m3_on_gpu(x))
+float8.float8_product.accelerate(float8_product, _tensor_cores_fit)

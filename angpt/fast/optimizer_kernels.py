@@ -19,11 +19,14 @@ from torch import Tensor
 
 from angpt.constraints import TINY, Constraint
 from angpt.fast import tuning
+from angpt.float8 import E4M3, WEIGHT_SCALE
 from angpt.optim.states import ALIGNMENT, ParameterState
 
 TILE, COLUMNS, DOWN = tuning.ADAM_TILE, tuning.ADAM_COLUMNS, tuning.ADAM_COLUMN_ROWS
 BLOCK, BLOCKS = tuning.SQUARES_BLOCK, tuning.SQUARES_TILES
 KINDS: dict[torch.dtype, Any] = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+LOW: dict[torch.dtype, tuple[Any, float]] = {torch.bfloat16: (tl.bfloat16, 1.0), E4M3: (tl.float8e4nv, WEIGHT_SCALE)}
+"""The precisions of copies, and the scales of weights in them."""
 
 
 @triton.jit
@@ -40,10 +43,10 @@ def pointer(entry_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _matrix(line_ptr, KIND: tl.constexpr):
+def _matrix(line_ptr, KIND: tl.constexpr, LOW: tl.constexpr):
     """A line of the table: parameter, copy, two moments, gradient, number of rows."""
     return (
-        pointer(line_ptr, tl.float32), pointer(line_ptr + 1, tl.bfloat16), pointer(line_ptr + 2, tl.float32),
+        pointer(line_ptr, tl.float32), pointer(line_ptr + 1, LOW), pointer(line_ptr + 2, tl.float32),
         pointer(line_ptr + 3, tl.float32), pointer(line_ptr + 4, KIND), tl.load(line_ptr + 5),
     )  # fmt: skip
 
@@ -86,12 +89,12 @@ def _updated(
 @triton.jit
 def _step_rows(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
-    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, LOW_SCALE: tl.constexpr,
+    COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Update a tile of whole rows: reads and writes everything once."""
     matrix, first = place(programs_ptr, ROWS)
-    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND, LOW)
     rows = first + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :]
     at, inside = rows * n_cols + cols, (rows < n_rows) & (cols < n_cols)
@@ -102,18 +105,18 @@ def _step_rows(
         p = p * _scale(tl.sum(p * p, axis=1, keep_dims=True), UNIT, TINY)
     tl.store(p_ptr + at, p, inside)
     if COPY:
-        tl.store(copy_ptr + at, p.to(tl.bfloat16), inside)
+        tl.store(copy_ptr + at, (p * LOW_SCALE).to(LOW), inside)
 
 
 @triton.jit
 def _step_columns(
     table_ptr, programs_ptr, clip_ptr, lr_decay, beta1, beta2, eps, step_size, inverse_bias2, n_cols,
-    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, COPY: tl.constexpr, TINY: tl.constexpr,
-    KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    ADAM: tl.constexpr, CONSTRAINED: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, LOW_SCALE: tl.constexpr,
+    COPY: tl.constexpr, TINY: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Update a strip of whole columns: one pass for update and lengths, a second one, from the cache, to scale."""
     matrix, first = place(programs_ptr, COLS)
-    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND)
+    p_ptr, copy_ptr, m_ptr, v_ptr, g_ptr, n_rows = _matrix(table_ptr + 6 * matrix, KIND, LOW)
     cols = first.to(tl.int32) + tl.arange(0, COLS)[None, :]
     squares = tl.zeros((1, COLS), tl.float32)
     for top in range(0, n_rows.to(tl.int32), ROWS):
@@ -133,7 +136,7 @@ def _step_columns(
         p = tl.load(p_ptr + at, inside, 0.0) * scale
         tl.store(p_ptr + at, p, inside)
         if COPY:
-            tl.store(copy_ptr + at, p.to(tl.bfloat16), inside)
+            tl.store(copy_ptr + at, (p * LOW_SCALE).to(LOW), inside)
 
 
 @triton.jit
@@ -209,7 +212,7 @@ class _Alike(NamedTuple):
     decay: float
     width: int
     constraint: Constraint | None
-    copied: bool
+    copied: torch.dtype | None
     gradient: torch.dtype
 
 
@@ -220,7 +223,8 @@ def _alike(states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Ite
     """The matrices that one launch can update."""
     launches: dict[_Alike, Pairs] = {}
     for state, g in zip(states, gradients, strict=True):
-        key = _Alike(state.decay, state.weight.shape[1], state.constraint, state.copy is not None, g.dtype)
+        copied = None if state.copy is None else state.copy.dtype
+        key = _Alike(state.decay, state.weight.shape[1], state.constraint, copied, g.dtype)
         launches.setdefault(key, []).append((state, g))
     yield from launches.items()
 
@@ -231,9 +235,10 @@ def _launch(chosen: Pairs, alike: _Alike, clip: Tensor, scalars: tuple[float, ..
         copy = state.weight if state.copy is None else state.copy
         second = state.exp_avg if state.exp_avg_sq is None else state.exp_avg_sq
         tensors = (state.weight, copy, state.exp_avg, second, g)
-        if state.copy is not None and state.copy.dtype != torch.bfloat16:
-            raise ValueError(f"copies must be bf16, not {state.copy.dtype}")
+        if copied not in (None, *LOW):
+            raise ValueError(f"copies must be bf16 or e4m3, not {copied}")
         lines.append([*map(address, tensors), state.weight.shape[0]])
+    low, low_scale = LOW[copied or torch.bfloat16]
     down = constraint is not None and constraint.dim == 0
     cols = COLUMNS if down else triton.next_power_of_2(width)
     rows = DOWN if down else max(1, TILE // cols)
@@ -243,5 +248,6 @@ def _launch(chosen: Pairs, alike: _Alike, clip: Tensor, scalars: tuple[float, ..
         (_step_columns if down else _step_rows)[(len(programs),)](
             make_table(lines, device), programs, clip, *scalars, width,
             ADAM=adam, CONSTRAINED=constraint is not None, UNIT=constraint is not None and constraint.kind == "unit",
-            COPY=copied, TINY=TINY, KIND=KINDS[dtype], ROWS=rows, COLS=cols, num_warps=8,
+            COPY=copied is not None, LOW=low, LOW_SCALE=low_scale, TINY=TINY, KIND=KINDS[dtype], ROWS=rows, COLS=cols,
+            num_warps=8,
         )  # fmt: skip

@@ -20,6 +20,9 @@ HEADS_TILE, HEADS_WARPS = 1024, 2
 HEADS_BACKWARD_TILE, HEADS_BACKWARD_WARPS, HEADS_BACKWARD_STAGES = 2048, 4, 2
 HEADS_BACKWARD_PROGRAMS = 8 * MULTIPROCESSORS
 
+FLOAT8_TILE, FLOAT8_WARPS = 64, 4
+"""Conversion to 8 bits: rows and columns of a tile, and warps. Not tuned: it has not run on a GPU."""
+
 LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 """Cross-entropy: lanes per row, logits per lane and loop iteration, warps that share them."""
 

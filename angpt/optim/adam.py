@@ -44,5 +44,4 @@ def finish_(states: Sequence[ParameterState]) -> None:
     for state in states:
         if state.constraint is not None:
             project_(state.weight, state.constraint)
-        if state.copy is not None:
-            state.copy.copy_(state.weight)
+        state.write_copy()

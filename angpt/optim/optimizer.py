@@ -27,11 +27,14 @@ class Optimizer:
         shards: Shards = UNSHARDED,
         hidden: Mapping[str, int] | None = None,
         dtype: torch.dtype = torch.float32,
+        values: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """`hidden`: for Muon, the names of hidden matrices, each with the number of maps that are stacked in it.
+        """`copies`: the tensor that receives the gradient of each parameter, and is its copy in low precision, unless
+        `values` has another tensor for it.
+        `hidden`: for Muon, the names of hidden matrices, each with the number of maps that are stacked in it.
         `dtype`: precision of Muon's matrix products."""
         self.config, self.shards, self.dtype = config, shards, dtype
-        copies, hidden = copies or {}, (hidden or {}) if config.name == "muon" else {}
+        copies, values, hidden = copies or {}, values or {}, (hidden or {}) if config.name == "muon" else {}
         self.states: list[ParameterState] = []
         self.spread: list[tuple[Tensor, Constraint]] = []
         """Weights with constrained vectors whose other entries are on other processes."""
@@ -46,8 +49,10 @@ class Optimizer:
                     project_(weight, constraint)
                 decay = (config.weight_decay or 0.0) if is_matrix(p) else 0.0
                 first, second = torch.zeros_like(weight), None if maps else torch.zeros_like(weight)
-                state = ParameterState(p, weight, copies.get(p), first, second, decay, constraint, maps, by_columns)
-                self.states.append(state)
+                leaf = copies.get(p)
+                low = None if leaf is None else values.get(leaf, leaf)
+                rest = decay, constraint, maps, by_columns, leaf
+                self.states.append(ParameterState(p, weight, low, first, second, *rest))
             self.project_spread()
         self.refresh()
 
@@ -55,8 +60,7 @@ class Optimizer:
     def refresh(self) -> None:
         """Set the copies to the parameters; call it after parameters were changed by others."""
         for state in self.states:
-            if state.copy is not None:
-                state.copy.copy_(state.weight)
+            state.write_copy()
 
     @torch.no_grad()
     def step(self, number: int, lr: float, terms: int = 1) -> Tensor:
@@ -75,7 +79,7 @@ class Optimizer:
         """The gradient of the rows of each parameter: that of its copy, unless passes were summed in fp32."""
         found = []
         for state in self.states:
-            holder = state.parameter if state.copy is None or state.parameter.grad is not None else state.copy
+            holder = state.holder if state.parameter.grad is None else state.parameter
             g = torch.zeros_like(holder) if holder.grad is None else holder.grad
             g = self.shards.local(g).contiguous()
             found.append(g.clone() if g.data_ptr() % ALIGNMENT else g)  # a view of a buffer may not be aligned
@@ -114,17 +118,16 @@ class Optimizer:
             shape = state.parameter.shape if state.maps else state.weight.shape  # Muon works on whole matrices
             weight, m, v = (state.weight.new_zeros(shape) for _ in range(3))
             second = None if state.exp_avg_sq is None else v
-            low = None if state.copy is None else state.copy.new_zeros(shape)
-            trial.states.append(replace(state, parameter=weight, weight=weight, copy=low, exp_avg=m, exp_avg_sq=second))
-        if gradients := [torch.zeros_like(s.weight if gathered or s.copy is None else s.copy) for s in trial.states]:
+            low, leaf = (None if x is None else x.new_zeros(shape) for x in (state.copy, state.leaf))
+            zeros = replace(state, parameter=weight, weight=weight, copy=low, exp_avg=m, exp_avg_sq=second, leaf=leaf)
+            trial.states.append(zeros)
+        if gradients := [torch.zeros_like(s.weight if gathered else s.holder) for s in trial.states]:
             trial.update(gradients, total_norm(gradients), 1, 0.0)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for state in self.states:
-            state.parameter.grad = None
-            if state.copy is not None:
-                state.copy.grad = None
+            state.parameter.grad = state.holder.grad = None
 
 
 def _unzipped(pairs: Sequence[tuple[ParameterState, Tensor]]) -> tuple[list[ParameterState], list[Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from angpt.constraints import Constraint
+from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
 from angpt.operations import Operation
 
 ALIGNMENT = 16
@@ -21,7 +22,7 @@ class ParameterState:
     weight: Tensor
     """The rows of the parameter that this process holds."""
     copy: Tensor | None
-    """Copy in low precision, which the model computes with and which receives the gradient."""
+    """Copy in low precision, which the model computes with. In e4m3 it is the weight times WEIGHT_SCALE."""
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
     """None for Muon, which has no second moment."""
@@ -32,6 +33,18 @@ class ParameterState:
     """Number of linear maps, stacked row-wise, that Muon orthogonalizes one by one; 0 for Adam."""
     by_columns: bool = False
     """True if the constrained vectors are columns, also where they are split over processes."""
+    leaf: Tensor | None = None
+    """The tensor that receives the gradient if there is a copy: the copy itself, unless it is in e4m3."""
+
+    @property
+    def holder(self) -> Tensor:
+        """The tensor that receives the gradient of a pass."""
+        return self.parameter if self.leaf is None else self.leaf
+
+    def write_copy(self) -> None:
+        """Set the copy to the weight."""
+        if self.copy is not None:
+            self.copy.copy_(to_e4m3(self.weight, WEIGHT_SCALE) if self.copy.dtype == E4M3 else self.weight)
 
     @property
     def sharded(self) -> bool:

@@ -1,8 +1,8 @@
 """Computes training steps: the model in low precision, compiled block by block, and its optimizer.
 
-Parameters stay in fp32. For bf16 the matrices have copies, which the optimizer writes when it updates the parameters:
-nothing is cast in the forward pass. Gradients of the copies go straight to the optimizer or, if a step takes several
-passes, are summed in fp32. Vectors (learned scales, γ) have no copies.
+Parameters stay in fp32. For bf16 and fp8 the matrices have copies, which the optimizer writes when it updates the
+parameters: nothing is cast in the forward pass. Gradients of the copies go straight to the optimizer or, if a step
+takes several passes, are summed in fp32. Vectors (learned scales, γ) have no copies.
 """
 
 import warnings
@@ -18,7 +18,9 @@ import angpt.fast  # noqa: F401  (registers the fast forms of operations)
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.fast.graphs import Recorded, launch_bound
+from angpt.fast.precision import stream_dtype
 from angpt.models.decoder import Decoder
+from angpt.models.float8 import float8_linears
 from angpt.models.primitives import LearnedScale
 from angpt.operations import kernels_enabled
 from angpt.optim.optimizer import Optimizer
@@ -51,7 +53,8 @@ class Engine:
         self.copies: dict[Tensor, Tensor] = {p: c for p, c in pairs if p is not c}
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
         """Parameters by name; sharded ones also while FSDP replaces those of the model by gathered ones."""
-        rules = model.constraints(), config, self.copies, strategy, model.hidden_matrices(), dtype
+        values = {part.weight: part.values for _, part in float8_linears(self.compute) if part.values is not None}
+        rules = model.constraints(), config, self.copies, strategy, model.hidden_matrices(), stream_dtype(dtype), values
         self.optimizer = Optimizer(self.parameters, *rules)
         self.passes = 1
         self.recorded: Recorded | None = None

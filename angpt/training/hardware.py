@@ -8,8 +8,11 @@ from functools import cache
 
 import torch
 
-from angpt.config import Device
+from angpt.config import Device, TrainPrecision
 from angpt.errors import UserError
+
+FP8 = (8, 9)
+"""The lowest compute capability with matrix products in 8 bits."""
 
 
 def choose_device(name: Device) -> torch.device:
@@ -22,6 +25,15 @@ def present(device: torch.device) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("device = 'cuda', but torch sees no GPU here; use --device cpu")
     return device
+
+
+def check_precision(device: torch.device, precision: TrainPrecision) -> None:
+    """Raise an error if the device has no products in this precision."""
+    if precision == "fp8" and device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FP8:
+        raise UserError(
+            f"precision = 'fp8', but the {torch.cuda.get_device_name(device)} has compute capability "
+            f"{found[0]}.{found[1]} and no products in 8 bits, which begin with {FP8[0]}.{FP8[1]}; use --precision bf16"
+        )
 
 
 @cache

@@ -12,7 +12,7 @@ from angpt.errors import UserError
 from angpt.operations import kernels
 from angpt.present.terminal import terminal
 from angpt.training import checkpoint
-from angpt.training.hardware import present
+from angpt.training.hardware import check_precision, present
 from angpt.training.plan import Plan, make_plan
 from angpt.training.ranks import launched_ranks, log_to, restarted
 from angpt.training.reporter import PlainReporter, Reporter
@@ -109,7 +109,7 @@ def check_same(stored: TrainConfig, wanted: TrainConfig, folder: Path) -> None:
 
 def check(plan: Plan) -> Data:
     """Raise the errors that would stop the run later; return its training and validation tokens."""
-    present(plan.device)
+    check_precision(present(plan.device), plan.config.precision)
     train, val = open_data(plan)
     for data in (train, val):
         count_windows(data, plan.config.model.context)

@@ -1,13 +1,21 @@
-"""Scalars of each layer, recorded during training: input norms, learned scales, lengths of weight rows."""
+"""Scalars of each layer, recorded during training: input norms, learned scales, lengths of weight rows; distributions
+of the numbers of products in 8 bits."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from angpt.data.loader import Batch
+from angpt.float8 import LARGEST, measured_scale
 from angpt.models.decoder import Decoder
+from angpt.models.float8 import Float8Linear, float8_linears
 from angpt.models.primitives import LearnedScale, Linear, RMSNorm
 from angpt.training.strategy import Strategy
+
+HALF_STEP = 2.0**-10
+"""What is not above half of the smallest number in e4m3 becomes zero."""
 
 
 @torch.no_grad()
@@ -40,3 +48,48 @@ def _scalar(part: torch.nn.Module, strategy: Strategy) -> Tensor | None:
             shard = strategy.shard(part.weight)
             return strategy.whole(shard.with_rows(shard.rows.norm(dim=1))).mean()
     return None
+
+
+def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
+    """Lists over layers of the numbers in a forward and backward pass: the shares that are saturated and that become
+    zero in e4m3, and the kurtosis (3 for a normal distribution), of the input and of the output gradient of a matrix.
+
+    Names are such as `W_d_input_saturated`. Leaves no gradients.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def note(name: str, x: Tensor, scale: Tensor | None) -> None:
+        sizes = x.float().abs()
+        scaled, squares = sizes * (measured_scale(x) if scale is None else scale), sizes.square()
+        parts = {
+            "saturated": (scaled > LARGEST).float().mean(),
+            "zero": ((scaled <= HALF_STEP) & (sizes > 0)).float().mean(),
+            "kurtosis": squares.square().mean() / squares.mean().square(),
+        }
+        for part, value in parts.items():
+            found.setdefault(f"{name}_{part}", []).append(value)
+
+    def observe(name: str, part: Float8Linear, x: Tensor, y: Tensor) -> None:
+        note(f"{name}_input", x.detach(), part.x_scale)
+
+        def backward(dy: Tensor) -> None:
+            rows = dy.flatten(0, -2)
+            note(f"{name}_gradient", rows, part.scale_of_gradient(rows))
+
+        y.register_hook(backward)  # type: ignore[no-untyped-call]
+
+    embedded: list[Tensor] = []
+    handle = compute.W_e.register_forward_hook(lambda *call: embedded.append(call[-1]))
+    try:
+        for name, linear in float8_linears(compute):
+            linear.observer = partial(observe, name.split(".")[-1], linear)
+        with torch.compiler.set_stance("force_eager"):
+            torch.autograd.grad(compute(*batch), embedded)
+    finally:
+        handle.remove()
+        for _, linear in float8_linears(compute):
+            linear.observer = None
+    return {
+        name: torch.stack(values if "_input_" in name else values[::-1]).tolist()  # gradients arrive last layer first
+        for name, values in found.items()
+    }

@@ -11,6 +11,8 @@ import torch
 
 from angpt.config import MUON_SETTINGS, ModelConfig, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError
+from angpt.fast.precision import stream_dtype
+from angpt.float8 import E4M3
 from angpt.models.variants import build
 from angpt.serialization import from_dict, toml_values
 from angpt.training.hardware import choose_device
@@ -19,6 +21,8 @@ T = TypeVar("T")
 ANCHOR, ANCHOR_TOKENS = 32e6, 100e6
 """Number of parameters and of training tokens at which the rules state their learning rate and batch size."""
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": E4M3}
+"""The dtype of matrices by the setting `precision`."""
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 """Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
 
@@ -134,9 +138,14 @@ class Plan:
         return torch.device(self.config.device)
 
     @property
+    def matrix_dtype(self) -> torch.dtype:
+        """Precision of the matrices of blocks."""
+        return DTYPES[self.config.precision]
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Precision of matrix products."""
-        return torch.bfloat16 if self.config.precision == "bf16" else torch.float32
+        """Precision of all else: the residual stream, embedding and head."""
+        return stream_dtype(self.matrix_dtype)
 
     @property
     def compile(self) -> bool:

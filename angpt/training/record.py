@@ -22,7 +22,7 @@ MOST_RECORDS = 1024
 """Above this number, records of a kind are thinned evenly: a figure does not show more."""
 KIND = b'{"kind": "'
 """How every line begins."""
-KINDS = ("train", "val", "layers", "moments")
+KINDS = ("train", "val", "layers", "moments", "fp8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from angpt.config import Parallel
 from angpt.constraints import is_matrix
 from angpt.errors import UserError
-from angpt.fast.precision import low_precision
+from angpt.fast.precision import low_precision, stream_dtype
+from angpt.float8 import E4M3
 from angpt.models.decoder import Decoder
+from angpt.models.float8 import use_float8
 from angpt.optim.states import Shards
 from angpt.training.ranks import join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
@@ -262,12 +264,15 @@ class FSDP(Distributed):
         if self.shard_ranks == self.size:
             del dims["replicate"]
         self.mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-        reduce_dtype = torch.float32 if wide_reduce else dtype
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        gathered = stream_dtype(dtype)
+        reduce_dtype = torch.float32 if wide_reduce else gathered
+        policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         vectors = [p for p in model.parameters() if not is_matrix(p)]
         for part in (*model.blocks, model):  # one block at a time: the whole model need not fit on the device
             part.to(self.device)
             fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
+        if dtype == E4M3:  # every rank converts the matrices that it gathers
+            use_float8(model, copied=False)
         register_fsdp_forward_method(model, "input_lengths")
         self.model = model
         self.reducer = GradientReducer(vectors, {}, self.size, wide_reduce)

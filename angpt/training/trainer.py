@@ -26,7 +26,7 @@ from angpt.models.variants import build
 from angpt.training import checkpoint
 from angpt.training.engine import Engine
 from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
-from angpt.training.layers import layer_scalars
+from angpt.training.layers import float8_scalars, layer_scalars
 from angpt.training.moments import MomentRecorder, default_interval
 from angpt.training.plan import Plan
 from angpt.training.reporter import Reporter
@@ -61,7 +61,7 @@ class Trainer:
             torch.compiler.reset()  # the compiler gives up on a block after eight versions, also of earlier runs
         wide = self.config.reduce == "fp32" or plan.micro_steps > 1
         options: dict[str, Any] = {"recompute": self.config.recompute, "strategy": strategy, "wide_reduce": wide}
-        self.engine = Engine(self.model, self.config.optimizer, plan.dtype, plan.compile, **options)
+        self.engine = Engine(self.model, self.config.optimizer, plan.matrix_dtype, plan.compile, **options)
         self.step = self.metrics_bytes = 0
         self.seconds = self.compile_seconds = 0.0
         self.val_loss: float | None = None
@@ -253,9 +253,11 @@ class Trainer:
         context, dtype, device = self.config.model.context, self.plan.dtype, self.plan.device
         count = max(1, min(LAYER_TOKENS, self.plan.batch_tokens) // context)
         windows = next(validation_batches(self.val_data, context, count, count))
-        tokens = torch.from_numpy(windows[:, :-1]).to(device)
+        tokens, targets = (torch.from_numpy(w).to(device) for w in (windows[:, :-1], windows[:, 1:]))
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             self.write("layers", self.step, **layer_scalars(self.model, tokens, self.strategy))
+        if self.config.record_fp8:
+            self.write("fp8", self.step, **float8_scalars(self.engine.compute, Batch(tokens, targets, None)))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Send a record to all sinks."""

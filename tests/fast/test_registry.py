@@ -8,6 +8,7 @@ import torch
 
 import angpt.fast
 from angpt.constraints import Constraint
+from angpt.float8 import E4M3
 from angpt.models.primitives import make_context
 from angpt.operations import OPERATIONS, kernels, use_kernels
 from angpt.optim.states import ParameterState
@@ -25,6 +26,12 @@ def with_zeros(x):
     """The same with a zero vector in the first row, which norms pass on."""
     x.data[0] = 0
     return x
+
+
+def without_carry(*shape):
+    """Numbers that e4m3 does not round up to a power of two: the interpreter halves those. Some saturate."""
+    mantissas = 1 + 0.9 * torch.rand(*shape, device=DEVICE)
+    return torch.randn(*shape, device=DEVICE).sign() * mantissas * 2.0 ** torch.randint(-15, 6, shape, device=DEVICE)
 
 
 def heads():
@@ -92,6 +99,14 @@ EXAMPLES = {
     "scaled_rms": lambda: (with_zeros(draw(5, 64)), draw(64, dtype=torch.float32)),
     "linear_with_row_gains": lambda: (draw(5, 64), draw(48, 64), draw(48, dtype=torch.float32)),
     "normed_heads": heads,
+    "quantize": lambda: (without_carry(70, 100).to(DTYPE), torch.tensor(32.0, device=DEVICE)),
+    "transpose": lambda: (without_carry(70, 100).to(E4M3),),
+    "float8_product": lambda: (
+        without_carry(32, 64).to(E4M3),
+        without_carry(48, 64).to(E4M3),
+        1.7,
+        torch.tensor(32.0, device=DEVICE),
+    ),
     "decode_step": decoding,
     "read_prompts": prompts,
     "symmetric_product": lambda: (x := torch.randn(3, 72, 140, device=DEVICE).to(DTYPE).mT, x),
@@ -100,7 +115,9 @@ EXAMPLES = {
 """Arguments of each operation by name: an operation without an example fails the tests."""
 OF_OPTIMIZERS = ("adam_", "momentum_", "descend_")
 OF_INFERENCE = ("decode_step", "read_prompts")
-WITHOUT_GRADIENT = (*OF_OPTIMIZERS, *OF_INFERENCE, "square_sum", "symmetric_product", "symmetric_polynomial")
+IN_8_BITS = ("quantize", "transpose", "float8_product")
+OTHERS = ("square_sum", "symmetric_product", "symmetric_polynomial")
+WITHOUT_GRADIENT = (*OF_OPTIMIZERS, *OF_INFERENCE, *IN_8_BITS, *OTHERS)
 
 
 def outcome(name, form):

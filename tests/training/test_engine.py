@@ -1,5 +1,8 @@
 """The fast path computes what the model says."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +11,8 @@ from torch._dynamo.utils import counters
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.fast.precision import low_precision
+from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
+from angpt.models.float8 import float8_linears
 from angpt.training.engine import Engine
 from tests.optim.test_adam import batches, tiny
 
@@ -30,10 +35,44 @@ def test_copies_follow_the_parameters_and_vectors_are_shared(architecture):
             assert c is p, name
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_in_8_bits_the_optimizer_writes_the_matrices_that_are_bounded(architecture, optimizer):
+    engine = Engine(tiny(architecture), replace(CONFIG, name=optimizer), E4M3, compiled=False)
+    for number, batch in enumerate(batches(3), start=1):
+        engine.backward(batch, 4 if number == 1 else 2)  # in one pass, and in two
+        engine.step(number, 1e-2)
+    parameters, found = dict(engine.model.named_parameters()), dict(float8_linears(engine.compute))
+    assert len(found) == 8
+    for name, part in found.items():
+        if architecture == "gpt+":
+            assert part.values is None
+            torch.testing.assert_close(part.weight, parameters[f"{name}.weight"].bfloat16(), rtol=0, atol=0)
+        else:
+            expected = to_e4m3(parameters[f"{name}.weight"], WEIGHT_SCALE)
+            torch.testing.assert_close(part.values.float(), expected.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_8_bits_train_as_bf16_does_and_bear_four_times_the_learning_rate(architecture):
+    def losses(dtype, lr):
+        engine = Engine(tiny(architecture), CONFIG, dtype, compiled=False)
+        for number, batch in enumerate(batches(30), start=1):
+            yield engine.backward(Batch(batch.inputs, batch.inputs, None), 4).item()
+            engine.step(number, lr)
+
+    bf16, fp8 = (list(losses(dtype, 1e-2)) for dtype in (torch.bfloat16, E4M3))
+    assert bf16[9] < 0.9 * bf16[0]
+    assert fp8[:10] == pytest.approx(bf16[:10], rel=0.02)
+    assert fp8[-1] == pytest.approx(bf16[-1], abs=0.05)
+    assert all(math.isfinite(loss) and loss < 1.2 * fp8[0] for loss in losses(E4M3, 4e-2))
+
+
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt", "gpt+/dyt", "gpt+/ln-scaling", "angpt/no-lerp"])
 def test_the_residual_stream_of_a_copy_is_in_its_precision(architecture):
-    compute = low_precision(tiny(architecture), torch.bfloat16)
-    assert compute.hidden_states(next(batches(1)).inputs).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, E4M3):
+        compute = low_precision(tiny(architecture), dtype)
+        assert compute.hidden_states(next(batches(1)).inputs).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
@@ -49,7 +88,7 @@ def test_bf16_trains_as_fp32_does(architecture):
     assert ends[1] == pytest.approx(ends[0], rel=0.03)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
 def test_passes_add_up_in_fp32(dtype):
     """The gradient of four passes is the mean of the four, not rounded in between."""
     batch = next(batches(1))
@@ -79,6 +118,21 @@ def test_a_padded_batch_has_the_same_loss():
     assert padded.inputs.shape == (7, 16)
     assert engine.loss(padded).item() == pytest.approx(engine.loss(batch).item(), rel=1e-6)
     assert batch.padded(4) is batch
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of itself
+@pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
+def test_compiled_is_eager_in_8_bits(architecture):
+    """Up to the rounding of bf16, which the compiler leaves out between operations that it fuses."""
+    gradients = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        engine = Engine(tiny(architecture), CONFIG, E4M3, compiled)
+        engine.backward(next(batches(1)), 4)
+        gradients.append(torch.cat([g.float().flatten() for g in engine.optimizer.gradients()]))
+    assert (gradients[1] - gradients[0]).norm() < 0.04 * gradients[0].norm()
+    assert gradients[1].unique().numel() > 0.5 * gradients[0].unique().numel()  # the compiler did not round to 8 bits
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from angpt.config import ModelConfig, OptimizerConfig
 from angpt.constraints import largest_violation
 from angpt.data.loader import Batch
 from angpt.errors import UserError
+from angpt.float8 import E4M3
 from angpt.models.variants import build
 from angpt.training import reducer
 from angpt.training.engine import Engine
@@ -166,6 +167,13 @@ def test_bf16(strategy, wide_reduce):
     """Products in bf16 on parameters in fp32; sums over ranks round in bf16, or not at all."""
     cases = [Case("angpt", strategy, torch.bfloat16, m, wide_reduce=wide_reduce) for m in (8, 2)]
     check(2, cases, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_8_bits(strategy):
+    """With DDP the optimizer writes matrices in e4m3; with FSDP they are gathered in bf16 and converted."""
+    check(2, [Case(a, strategy, E4M3, m) for a, m in (("angpt", 8), ("angpt", 2), ("gpt+", 8), ("ngpt", 8))], rel=0.02)
 
 
 @pytest.mark.slow

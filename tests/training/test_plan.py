@@ -122,7 +122,7 @@ def test_micro_batches_divide_the_batch():
         ({"optimizer__lr": -1.0}, "optimizer.lr must be between 1e-30 and 1e+30, not -1.0"),
         ({"optimizer__beta2": 1.5}, "optimizer.beta2 must be in [0, 1), not 1.5"),
         ({"optimizer__betas": 1.5}, "unknown key 'optimizer.betas': did you mean beta"),
-        ({"precision": "fp8"}, "precision must be 'auto' or 'fp32' or 'bf16', not 'fp8'"),
+        ({"precision": "fp4"}, "precision must be 'auto' or 'fp32' or 'bf16' or 'fp8', not 'fp4'"),
         ({"log_every": 0}, "log_every must be positive, not 0"),
         ({"model__architecture": "angtp"}, "did you mean angpt"),
     ],

@@ -77,6 +77,22 @@ def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
     assert not list(path.glob(".metadata"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_8_bits_on_two_ranks(data, tmp_path, strategy):
+    """A run that is stopped on two ranks goes on in one process; its records of products leave no gradient behind."""
+    config = small(data, "angpt", parallel=strategy, precision="fp8", record_fp8=True, layers_every=4)
+    start(config, tmp_path / "one", Quiet())
+    assert spread(run_on_ranks, 2, config, tmp_path / "two", 8) == ["interrupted"] * 2
+    assert resume(tmp_path / "two", Quiet()).status == "finished"
+    one, two = Run(tmp_path / "one"), Run(tmp_path / "two")
+    assert losses(two) == pytest.approx(losses(one), rel=0.01)
+    first, second = ([r for r in run.records() if r["kind"] == "fp8"] for run in (one, two))
+    assert [r["step"] for r in second] == [r["step"] for r in first] == [0, 4, 8, 12]
+    for ours, theirs in zip(second, first, strict=True):
+        assert ours["W_d_gradient_kurtosis"] == pytest.approx(theirs["W_d_gradient_kurtosis"], rel=0.2)
+
+
 def test_a_damaged_shard_is_noticed(data, tmp_path):
     spread(run_on_ranks, 2, small(data, parallel="fsdp", tokens="1024"), tmp_path / "run")
     last = checkpoint.found(tmp_path / "run" / "checkpoints")[-1]

@@ -111,7 +111,12 @@ def test_document_masks_reach_the_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision"), [*((name, "fp32") for name in RECIPES), ("angpt", "bf16"), ("angpt:muon", "bf16")]
+    ("recipe", "precision"),
+    [
+        *((name, "fp32") for name in RECIPES),
+        *((name, precision) for name in ("angpt", "angpt:muon") for precision in ("bf16", "fp8")),
+        ("gpt+", "fp8"),
+    ],
 )
 def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, recipe, precision):
     config = small(data, precision=precision).with_recipe(recipe)

@@ -1,0 +1,32 @@
+"""The 8-bit numbers of training: the format e4m3, conversion to it, and the scale of bounded matrices.
+
+e4m3 has 4 significant bits, a largest number of 448, full precision down to 2⁻⁶, and steps of 2⁻⁹ below. Scales are
+powers of two, so multiplying by them is exact. docs/fp8.md derives them.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""The largest number in e4m3."""
+WEIGHT_SCALE = 256.0
+"""Scale of a matrix whose rows or columns have at most length 1: no entry exceeds 1, so none exceeds 256, scaled."""
+
+
+def scale_of_bound(bound: float) -> float:
+    """The largest power of two that keeps numbers of up to `bound` within e4m3."""
+    return 2.0 ** math.floor(math.log2(LARGEST / bound))
+
+
+def measured_scale(x: Tensor) -> Tensor:
+    """The largest power of two that keeps these numbers within e4m3, as a tensor, so that the device need not wait."""
+    largest = x.detach().abs().amax().float().clamp(min=1e-30)
+    return torch.exp2(torch.floor(torch.log2(LARGEST / largest)))
+
+
+def to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
+    """x · scale, rounded to e4m3; what exceeds 448 becomes 448."""
+    return (x * scale).clamp(-LARGEST, LARGEST).to(E4M3)

@@ -1,0 +1,161 @@
+"""Matrix products of blocks in 8 bits (e4m3), forward and backward; docs/fp8.md derives the scales.
+
+What a design bounds has a constant scale: matrices with vectors of at most length 1, the residual stream, A·v. Where a
+norm follows each block, u · SiLU(z) has one too, and the gradient one that follows from s_z. All else is measured.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from angpt.float8 import WEIGHT_SCALE, measured_scale, scale_of_bound, to_e4m3
+from angpt.models.decoder import Block, Decoder
+from angpt.models.factors import NONE
+from angpt.models.primitives import LearnedScale, Linear, product
+from angpt.operations import operation
+
+ROUNDING = 1 + 2**-8
+"""Largest factor by which rounding to bf16 lengthens a number; (1 + 2⁻⁴) for e4m3."""
+GRADIENT_SCALE = 256.0
+"""Scale of gradients, times the tokens of a pass, over the rms of s_z."""
+GAIN_MARGIN = 4.0
+"""Factor by which the learned gains of u and z, together, may grow from 1 before u · SiLU(z) could saturate."""
+
+
+@operation
+def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x · scale (rows, columns) in e4m3, and its transpose, both row-major in the fast form."""
+    values = to_e4m3(x, scale)
+    return values, values.t()
+
+
+@operation
+def transpose(x: Tensor) -> Tensor:
+    """The transpose of a matrix in e4m3, row-major in the fast form."""
+    return x.t()
+
+
+@operation
+def float8_product(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> Tensor:
+    """a bᵀ · factor / scale in bf16, of matrices in e4m3, with sums in fp32."""
+    exact = product(a.to(torch.bfloat16), b.t().to(torch.bfloat16), factor)
+    return (exact / scale).to(torch.bfloat16)  # by a power of two
+
+
+class Float8Product(torch.autograd.Function):
+    """W x · factor and its gradients, each a product of two matrices in e4m3."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, values: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None,
+        dy_scale: Tensor | None, factor: float,
+    ) -> Tensor:  # fmt: skip
+        """`values`: the matrix in e4m3; without it, `weight` is converted. A scale of None is measured."""
+        rows = x.reshape(-1, x.shape[-1])
+        x_scale = measured_scale(rows) if x_scale is None else x_scale
+        w_scale = measured_scale(weight) if w_scale is None else w_scale
+        x8, x8_t = quantize(rows, x_scale)
+        w8 = quantize(weight, w_scale)[0] if values is None else values
+        ctx.save_for_backward(x8_t, w8, x_scale, w_scale, dy_scale)
+        ctx.shape, ctx.factor = x.shape, factor
+        return float8_product(x8, w8, factor, x_scale * w_scale).view(*x.shape[:-1], len(w8))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x8_t, w8, x_scale, w_scale, dy_scale = ctx.saved_tensors
+        dy = gradients[0].reshape(-1, len(w8))
+        dy_scale = _dy_scale(dy_scale, dy)
+        dy8, dy8_t = quantize(dy, dy_scale)
+        dx = float8_product(dy8, transpose(w8), ctx.factor, dy_scale * w_scale).view(ctx.shape)
+        return dx, float8_product(dy8_t, x8_t, ctx.factor, dy_scale * x_scale), None, None, None, None, None
+
+
+def _dy_scale(of_a_token: Tensor | None, dy: Tensor) -> Tensor:
+    return measured_scale(dy) if of_a_token is None else of_a_token * 2.0 ** math.floor(math.log2(len(dy)))
+
+
+class Float8Linear(Linear):
+    """W x in 8 bits. Its class replaces that of a `Linear` in a model that computes. A scale of None is measured."""
+
+    x_scale: Tensor | None
+    w_scale: Tensor | None
+    dy_scale: Tensor | None
+    """Scale of the gradient of the output in a pass of one token."""
+    values: Tensor | None
+    """The matrix in e4m3, which the optimizer writes; then `weight` has no storage and only receives the gradient."""
+
+    observer: Callable[[Tensor, Tensor], None] | None = None
+    """Called in the forward pass, where it is not compiled, with the input and the output before a learned factor."""
+
+    def forward(self, x: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+        constant = 1.0 if isinstance(factor, Tensor) else factor
+        scales = self.x_scale, self.w_scale, self.dy_scale
+        y: Tensor = Float8Product.apply(x, self.weight, self.values, *scales, constant)  # type: ignore[no-untyped-call]
+        if self.observer is not None:
+            self.observer(x, y)
+        return (y * factor).to(y.dtype) if isinstance(factor, Tensor) else y
+
+    def scale_of_gradient(self, dy: Tensor) -> Tensor:
+        """The scale of output gradients (rows, columns)."""
+        return _dy_scale(self.dy_scale, dy)
+
+
+def use_float8(model: Decoder, copied: bool) -> None:
+    """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only."""
+    device, bounded = model.W_h.weight.device, set(model.constraints())
+    x_scales = {name: None if x is None else torch.tensor(x, device=device) for name, x in input_scales(model).items()}
+    w_scale, dy_scale = torch.tensor(WEIGHT_SCALE, device=device), None
+    if x_scales["W_qkv"] is not None and isinstance(s_z := getattr(model, "s_z", None), LearnedScale):
+        dy_scale = gradient_scale(s_z())
+        model.register_forward_pre_hook(partial(_follow, dy_scale, s_z))
+    for name, part in model.blocks.named_modules():
+        if not isinstance(part, Linear):
+            continue
+        part.__class__ = Float8Linear
+        assert isinstance(part, Float8Linear)
+        constant = f"blocks.{name}.weight" in bounded
+        part.x_scale, part.dy_scale = x_scales[name.split(".")[-1]], dy_scale
+        part.w_scale, part.values = w_scale if constant else None, None
+        if copied and constant:
+            part.values = to_e4m3(part.weight.detach(), w_scale)
+            part.weight = nn.Parameter(part.weight.detach().new_zeros(()).expand(part.weight.shape))
+
+
+def _follow(dy_scale: Tensor, s_z: LearnedScale, *_: object) -> None:
+    """Before a pass: the scale of its gradients."""
+    dy_scale.copy_(gradient_scale(s_z()))
+
+
+def float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    """The matrices that compute in 8 bits, by name."""
+    yield from ((name, part) for name, part in model.named_modules() if isinstance(part, Float8Linear))
+
+
+def input_scales(model: Decoder) -> dict[str, float | None]:
+    """The constant scale of the input of each matrix of a block, by its name; None if the design does not bound it."""
+    design, cfg = model.design(), model.cfg
+    updates, nu = 2 * cfg.n_layers, getattr(model.blocks[0], "nu", NONE)
+    unit_updates = design.lerp and design.output_norm and design.update_factor == 1.0
+    if not (model.constraints() and unit_updates and (design.nu_alpha or design.update_norm)):
+        return dict.fromkeys(("W_qkv", "W_p", "W_uz", "W_d"))
+    h = ROUNDING if design.update_norm else math.sqrt(1 + updates) * ROUNDING ** (1 + updates)
+    v = nu.qkv * h * (1 + 2**-4) ** 2 * ROUNDING**2  # of W and h in e4m3, in bf16, averaged in bf16
+    own_attention = model.Block.attend is not Block.attend
+    hidden = nu.acf * nu.uz**2 * (math.sqrt(cfg.d_model) * GAIN_MARGIN if design.s_uz else 1.0)
+    scale = scale_of_bound(h)
+    return {
+        "W_qkv": scale,
+        "W_p": None if own_attention else scale_of_bound(v),
+        "W_uz": scale,
+        "W_d": scale_of_bound(hidden),
+    }
+
+
+def gradient_scale(s_z: Tensor) -> Tensor:
+    """Scale of gradients in blocks for a pass of one token, a power of two."""
+    rms = s_z.detach().float().square().mean().sqrt().clamp(min=1e-30)
+    return torch.exp2(torch.floor(torch.log2(GRADIENT_SCALE / rms)))
