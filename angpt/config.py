@@ -210,9 +210,9 @@ class OptimizerConfig:
     eps: float = 1e-9
     """Added to the root of the second moment."""
     weight_decay: float | None = None
-    """Weight decay of matrices; 0.1 for GPT+ and 0 for nGPT and anGPT unless given."""
+    """Weight decay of matrices; for GPT+ 0.1, with muon 0.25, and for nGPT and anGPT 0 unless given."""
     warmup: float | None = None
-    """Fraction of the steps that warm up; 0.1 for GPT+ and 0 for nGPT and anGPT unless given."""
+    """Fraction of the steps that warm up; for GPT+ 0.1, with muon 0.03, and for nGPT and anGPT 0 unless given."""
     final_lr: float = 0.01
     """Learning rate at the end, as a fraction of the peak."""
     clip: float = 1.0
