@@ -1,6 +1,7 @@
 """Does a learning rate that was tuned on small models hold for larger ones and more tokens?
 
     python experiments/transfer.py docs/evidence/transfer --table PAGE.md --figure FILE.png
+    python experiments/transfer.py docs/evidence/transfer --tests docs/evidence/rates     # sweeps that no law has seen
 
 Laws of the best rate are fitted to the sweeps of small models: lr*(N, D, B) to 7M and 14M, as planned, and lr*(D, B) to
 7M alone, which was added when the first had failed with Muon. For each sweep of a larger model, the table has the rates
@@ -60,10 +61,10 @@ class Prediction:
         return model, found, self.method, f"{self.lr:.3g}", f"{'' if inside else '≥ '}{self.lr / self.best:.2f}", cost
 
 
-def predictions(fit: HparamFit) -> Iterator[Prediction]:
-    """Every prediction for every sweep of a larger model."""
-    for target in fit.sizes:
-        if target.parameters < max(SMALL.values()):
+def predictions(fit: HparamFit, tests: HparamFit | None = None) -> Iterator[Prediction]:
+    """Every prediction for every sweep of a larger model, or for the sweeps of `tests`, which no law is fitted to."""
+    for target in tests.sizes if tests else fit.sizes:
+        if tests is None and target.parameters < max(SMALL.values()):
             continue
         rule, smallest = rule_for(target.architecture), fit.of(target.architecture)[0]
         points = next(t.lr.points for t in fit.trends if t.architecture == target.architecture)
@@ -84,10 +85,10 @@ def predictions(fit: HparamFit) -> Iterator[Prediction]:
                 yield Prediction(target, sweep, method, lr)
 
 
-def table(fit: HparamFit) -> str:
+def table(fit: HparamFit, tests: HparamFit | None = None) -> str:
     """All predictions as Markdown; the name and best rate of a model stand in its first row."""
     lines, before = [HEADER, "|---|---|---|---|---|---|"], ""
-    for model, found, *rest in (p.row() for p in predictions(fit)):
+    for model, found, *rest in (p.row() for p in predictions(fit, tests)):
         lines.append("| " + " | ".join((*((model, found) if model != before else ("", "")), *rest)) + " |")
         before = model
     return "\n".join(lines) + "\n"
@@ -126,9 +127,14 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="folder of run folders")
     parser.add_argument("--table", type=Path, help="replace the table of this page")
     parser.add_argument("--figure", type=Path, help="write the figure to this file")
+    parser.add_argument("--tests", type=Path, help="print the table for the sweeps of this folder instead")
     args = parser.parse_args()
-    fit = fit_hparams(read_table([args.runs], ("batch_tokens", "lr")))
-    print(text := table(fit))
+    fit, tests = (
+        fit_hparams(read_table([folder], ("batch_tokens", "lr"))) if folder else None
+        for folder in (args.runs, args.tests)
+    )
+    assert fit is not None
+    print(text := table(fit, tests))
     if args.table:
         args.table.write_text(replaced(args.table.read_text(), text))
     if args.figure:

@@ -224,17 +224,27 @@ def kept_compilation() -> Iterator[None]:
 
 @contextmanager
 def stopped_after(seconds: float | None) -> Iterator[None]:
-    """Send SIGTERM to this process after so many seconds: a run in its loop saves and ends."""
+    """Send SIGTERM to this process after so many seconds, until the block ends: a run in its loop saves and ends, and
+    outside the loop the signal is ignored."""
     if seconds is None:
         yield
         return
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
-    timer.start()
+    over = threading.Event()
+
+    def stop() -> None:
+        over.wait(seconds)
+        while not over.wait(1.0):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 def look_inside(folder: Path, requests: Path | None) -> None:
