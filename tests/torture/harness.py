@@ -11,6 +11,7 @@ import gc
 import hashlib
 import multiprocessing as mp
 import os
+import re
 import resource
 import signal
 import sys
@@ -18,10 +19,12 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 LONG = os.environ.get("ANGPT_TORTURE") == "long"
 SECONDS = 240.0
 """A command that takes longer hangs; the machine may be busy."""
@@ -35,6 +38,8 @@ NOBODY = 65_534
 """User id without any rights."""
 UNSTABLE = (".lock", ".verified.json")
 """Files whose contents differ between equal folders: who holds a lock, and times of files."""
+WARNING = re.compile(r"warning: |note: |(\[rank\d+\]:)?\[W\d")
+"""Begin of a line that is no error: warnings of ours, and of PyTorch about connections of ranks."""
 CASES: Counter[str] = Counter()
 """How many cases of each kind the present test has had."""
 
@@ -62,6 +67,11 @@ def count(short: int, long: int) -> range:
     return range(long if LONG else short)
 
 
+def few(cases: Iterable[T], step: int) -> list[T]:
+    """All cases in the long form, and every `step`-th in the short one."""
+    return list(cases)[:: 1 if LONG else step]
+
+
 @dataclass(frozen=True)
 class Limits:
     """What is different for a process."""
@@ -87,7 +97,7 @@ class Outcome:
     @property
     def problem(self) -> str | None:
         """What is wrong: neither success nor an error in one line; None if nothing is."""
-        lines = [line for line in self.err.splitlines() if not line.startswith(("warning: ", "note: "))]
+        lines = [line for line in self.err.splitlines() if not WARNING.match(line)]
         if "Traceback" in self.err or "Exception ignored" in self.err:
             return f"a traceback, exit code {self.code}:\n{self.err}"
         if self.code in GOOD:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from angpt.cli.main import main
 from angpt.config import PrepareConfig, TrainConfig
 from angpt.studies.config import Grid, Shape, StudyConfig
-from tests.torture.harness import CASES, LONG, changes, run_briefly, snapshot
+from tests.torture.harness import CASES, LONG, changes, few, run_briefly, snapshot
 from tests.torture.material import CONFIG, STUDY, copied
 
 FEW = 12
@@ -200,7 +200,7 @@ def test_every_command_is_here():
     assert {f"--{key.replace('_', '-')}" for key in keys(PrepareConfig)} <= set(options("data prepare"))
 
 
-@pytest.mark.parametrize("command", list(COMMANDS)[:: 1 if LONG else 4])
+@pytest.mark.parametrize("command", few(COMMANDS, 4))
 def test_the_arguments_that_are_changed_are_good_ones(place, command):
     args = [*command.split(), *COMMANDS[command]]
     outcome = run_briefly(place.folder, *args)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models
 from angpt.data.shards import LLMC_HEADER_BYTES, LLMC_MAGIC, LLMC_VERSION
 from angpt.training import checkpoint
 from angpt.training.run import Run
-from tests.torture.harness import BRIEF_MEMORY, CASES, Command, Limits, changes, run, snapshot, succeed
+from tests.torture.harness import BRIEF_MEMORY, CASES, Command, Limits, changes, few, run, snapshot, succeed
 from tests.torture.material import CONFIG, PREPARE, STUDY, TRAIN, copied
 from tests.torture.test_inputs import COMMANDS, edited
 from tests.torture.test_kills import MANY, end_of, ranks
@@ -68,7 +68,7 @@ def is_refused(folder, command, words="", **limits):
     assert not changes(before, snapshot(folder)), outcome
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
+@pytest.mark.parametrize("number", few(range(len(REFUSED)), 4))
 def test_commands(material, number):
     with copied(material) as folder:
         is_refused(folder, REFUSED[number])
@@ -176,7 +176,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", few(FILES, 4))
 def test_files(material, name):
     edit, command, words = FILES[name]
     with copied(material) as folder:
@@ -195,10 +195,10 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("file", READ)
+@pytest.mark.parametrize("file", few(READ, 3))
 def test_json_of_a_wrong_kind(material, file):
     with copied(material) as folder:
-        for text in BAD_JSON:
+        for text in few(BAD_JSON, 2):
             (folder / file).write_text(f"{text}\n")
             is_refused(folder, READ[file], re.escape(file))
 
@@ -221,7 +221,7 @@ def test_one_digit_of_a_state(material, name):
         CASES["known faults"] += 1
 
 
-@pytest.mark.parametrize("out", ["runs/[/x]", "runs/[bold]:smile:", "😀 漢字"])
+@pytest.mark.parametrize("out", few(["runs/[/x]", "runs/[bold]:smile:", "😀 漢字"], 3))
 def test_names_of_runs(material, out):
     with copied(material, "c.toml", "data") as folder:
         shutil.copytree(folder / "data", folder / "[/données] 🙂")
@@ -271,7 +271,7 @@ def test_links(material):
         CASES["known faults"] += 1
 
 
-@pytest.mark.parametrize("kind", MANY)
+@pytest.mark.parametrize("kind", few(MANY, 2))
 def test_a_signal_to_the_process_group(material, kind):
     command = (*MANY[kind], "--out", "new")
     with copied(material, "s.toml", "c.toml", "data") as folder:
@@ -287,7 +287,7 @@ def test_a_signal_to_the_process_group(material, kind):
         CASES["known faults"] += 1
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", few(["ddp", "fsdp"], 2))
 def test_divergence_on_ranks(material, parallel):
     larger = edited(edited(CONFIG, "model.d_model", "256"), "model.n_layers", "6")
     with copied(material, "data") as folder:
