@@ -101,7 +101,7 @@ def test_common_options_have_short_names(monkeypatch):
 def test_models_lists_sizes_and_architectures(capsys):
     code, out, _ = call(capsys, "models")
     assert code == 0
-    for cell in ("0.5B", "505.73M 3.027", "506.00M", "505.78M"):
+    for cell in ("laptop", "0.84M", "0.5B", "505.73M 3.027", "506.00M", "505.78M"):
         assert cell in out
 
 

@@ -156,14 +156,18 @@ class Page(io.StringIO):
 
     def wrapped(self) -> str:
         width = shutil.get_terminal_size().columns
-        lines = (line for line in self.getvalue().splitlines() if not re.fullmatch(r"│ +│", line))
-        return "".join(f"{_wrap(line, width)}\n" for line in lines)
+        lines = (_wrap(line, width) for line in self.getvalue().splitlines())
+        return "".join(f"{line}\n" for line in lines if line is not None)
 
 
-def _wrap(line: str, width: int) -> str:
-    if len(line) <= width or line.startswith((" ", "╭", "│", "╰", "\x1b")):
+def _wrap(line: str, width: int) -> str | None:
+    """A line of help that fits; None for an empty line of a box, which stands where a default would."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", line)  # without colours
+    if re.fullmatch(r"│ +│", text):
+        return None
+    if len(text) <= width or text.startswith((" ", "╭", "│", "╰")):
         return line
-    words = line.replace(",", ", ") if line.startswith("usage:") else line  # a list of commands without spaces
+    words = text.replace(",", ", ") if text.startswith("usage:") else text  # a list of commands without spaces
     return textwrap.fill(words, width, break_long_words=False, break_on_hyphens=False)
 
 

@@ -26,7 +26,7 @@ from angpt.cli.mistakes import parser_message
 from angpt.cli.serving import serve_command
 from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
 from angpt.cli.train import train_command
-from angpt.config import SIZES, ModelConfig
+from angpt.config import PRESETS, ModelConfig
 from angpt.errors import UserError, explain, one_line
 from angpt.present.tables import Table, show
 from angpt.present.terminal import terminal
@@ -164,13 +164,13 @@ def models(
         show(terminal(), Table(("name", "what it is"), known, prose=True))
         return
     rows = []
-    for size, dimensions in SIZES.items():
-        cells = []
+    for size in PRESETS:
+        config, cells = ModelConfig.size(size), []
         for name in architectures:
             with torch.device("meta"):
                 model = build(ModelConfig.size(size, architecture=name, context=context))
-            cells.append(f"{model.parameter_count() / 1e6:,.2f}M {model.flops_per_token() / 1e9:.3f}")
-        rows.append((size, *map(str, dimensions), *cells))
+            cells.append(f"{model.parameter_count() / 1e6:.2f}M {model.flops_per_token() / 1e9:.3f}")
+        rows.append((size, str(config.d_model), str(config.n_layers), str(config.n_heads), *cells))
     title = f"Parameters, and training GFLOPs per token at a context of {context:,}"
     show(terminal(), Table(("size", "d_m", "layers", "heads", *architectures), rows, title, left=()))
 

@@ -58,7 +58,7 @@ def training_facts(source: Source, config: TrainConfig | None) -> list[tuple[str
         tokens = "" if training.tokens is None else f" ({training.tokens:,} tokens)"
         found.append(("trained for", f"{training.step:,} steps{tokens}"))
     if config is not None:
-        found.append(("seed", str(config.seed)))
+        found += [("seed", str(config.seed)), ("optimizer", config.optimizer.name.capitalize())]
         found += [("peak learning rate", f"{config.optimizer.lr:g}")] if config.optimizer.lr else []
     summary = Run.open(source.path).summary() if source.kind == "run" else None
     if summary is not None:

@@ -90,8 +90,9 @@ def test_tables_fit_a_printed_page(browser: Browser, complete: Written) -> None:
     tab = browser.tab().open(complete.page, 680)  # A4 between its margins
     tab.evaluate(OPEN)
     tab.send("Emulation.setEmulatedMedia", media="print")
-    tables = "[...document.querySelectorAll('table')]"
-    outside = f"{tables}.filter(t => t.offsetWidth && t.getBoundingClientRect().right > 680)"
+    outside = (
+        "[...document.querySelectorAll('table')].filter(t => t.offsetWidth && t.getBoundingClientRect().right > 680)"
+    )
     assert tab.evaluate(f"{outside}.map(table => table.className + table.innerText.slice(0, 40))") == []
 
 
