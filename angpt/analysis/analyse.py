@@ -20,7 +20,7 @@ from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import Source, open_source
 from angpt.present.words import label
-from angpt.serialization import read_json
+from angpt.serialization import read_json, seal
 from angpt.system import write_atomically
 from angpt.training import checkpoint
 from angpt.training.hardware import choose_device, present
@@ -79,7 +79,7 @@ class Analysis:
         return read_json(cls, path, "remove it and run `angpt analyze` again")
 
     def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False) + "\n")
+        write_atomically(path, json.dumps(seal(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n")
 
 
 def analyse(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from angpt.errors import UserError
 from angpt.fast.decode import supports
-from angpt.inference.engine import Engine
+from angpt.inference.engine import Engine, PromptReader, padded, reader_of
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.quantize import quantize
@@ -137,15 +137,37 @@ def test_a_captured_step_gives_the_tokens_of_the_cpu(name: str, step: str) -> No
 
 
 @needs_gpu
+@pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
-def test_captured_kernels_give_the_tokens_of_the_kernels(name: str) -> None:
+def test_captured_kernels_give_the_tokens_of_the_kernels(name: str, rows: int) -> None:
     model = fold(tiny(name, d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
-    captured = generate(model, [[1, 2, 3]], 200, GREEDY, step="kernels")
-    engine = Engine(model, 1, 256, 200, GREEDY, "kernels")
-    engine.start([[1, 2, 3]], 0)
+    prompts = [[1 + row % 20, 2, 3] for row in range(rows)]
+    captured = generate(model, prompts, 200, GREEDY, step="kernels")
+    engine = Engine(model, rows, 256, 200, GREEDY, "kernels")
+    engine.start(prompts, 0)
     with torch.no_grad():
         for _ in range(199):
             engine.step(engine.shown())
             engine.made += 1
             engine.longest += 1
     assert engine.read(0) == captured
+
+
+@needs_gpu
+@torch.no_grad()
+@pytest.mark.parametrize("step", ["plain", "kernels"])
+def test_captured_prompts_leave_what_plain_operations_leave(step: str) -> None:
+    """The second and third prompts of a length are read by a graph."""
+    model = fold(tiny(d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
+    reader = PromptReader(model, model.make_caches(2, 512), reader_of(model, step))
+    for first, second in ((100, 7), (128, 1), (97, 128), (300, 40), (384, 385)):
+        prompts = [[1 + i % 20 for i in range(first)], [2 + i % 19 for i in range(second)]]
+        caches, lengths = model.make_caches(2, 512), torch.tensor([first, second], device="cuda")
+        expected = model.prefill(padded(prompts, max(first, second)).cuda(), lengths, caches)
+        agree([(expected, []), (reader(prompts), [])])
+        for ours, theirs in zip(reader.caches, caches, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                for row, length in enumerate((first, second)):
+                    x, y = a[row, :, :length].float(), b[row, :, :length].float()
+                    assert (x - y).abs().max() <= ROUNDING * y.abs().max()
+    assert reader.graphs.keys() == {128}

@@ -82,6 +82,10 @@ def has_checksum(file):
         "index.json",
         "summary.json",
         "result.json",
+        "results.json",
+        "folded.json",
+        "analysis.json",
+        "tokenizer.json",
     )
 
 
