@@ -104,7 +104,7 @@ def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int, rows: in
 
 
 FEW = [(name, kind, 200 if ON_GPU else 30) for name in ("gpt+", "ngpt", "angpt") for kind in ("full", "fp8", "int8")]
-MANY = [pytest.param(name, "full", 200, marks=pytest.mark.slow) for name in NAMES]
+MANY = [pytest.param(name, "full", 200, marks=(pytest.mark.slow, pytest.mark.long)) for name in NAMES]
 
 
 @pytest.mark.parametrize(("name", "kind", "count"), FEW + MANY)

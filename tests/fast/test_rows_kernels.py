@@ -59,7 +59,7 @@ def test_8_bit_weights_are_read_as_they_are(kind: str) -> None:
 
 
 FEW = [(name, 200 if ON_GPU else 20) for name in ("gpt+", "ngpt", "angpt")]
-MANY = [pytest.param(name, 200, marks=pytest.mark.slow) for name in NAMES]
+MANY = [pytest.param(name, 200, marks=(pytest.mark.slow, pytest.mark.long)) for name in NAMES]
 
 
 @pytest.mark.parametrize(("name", "count"), FEW + MANY)
