@@ -60,6 +60,8 @@ pipeline depth."""
 
 PROMPT_KERNELS = False
 """Prompts: whether kernels are the default. They have not run on a GPU."""
+PROMPT_GRAPHS = False
+"""Prompts: whether CUDA graphs are the default. They have not run on a GPU; `--step kernels` uses them."""
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing takes longer than launching."""
 

@@ -177,6 +177,7 @@ class Engine:
         penalised = how.repetition_penalty != 1
         self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
         self.reader = PromptReader(model, self.caches, reader_of(model, step))
+        self.reader.recorded &= tuning.PROMPT_GRAPHS or step == "kernels"
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from angpt.fast import tuning
 from angpt.inference.engine import PromptReader, record, shown_slots
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, decode_step, read_prompts
@@ -40,8 +41,8 @@ class Batch:
         self.model, self.size, self.slots = model, size, slots
         self.recorded = kernels_enabled() and model.device.type == "cuda"
         self.caches = model.make_caches(size, slots)
-        read = partial(read_prompts, model)
-        self.reader = PromptReader(model, model.make_caches(1, slots), read) if self.recorded else None
+        read, prompt_graphs = partial(read_prompts, model), self.recorded and tuning.PROMPT_GRAPHS
+        self.reader = PromptReader(model, model.make_caches(1, slots), read) if prompt_graphs else None
         self.tokens, self.positions = (torch.zeros(size, dtype=torch.long, device=model.device) for _ in range(2))
         self.logits = torch.zeros(size, model.cfg.vocab_size, dtype=model.wide, device=model.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
