@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     code 2; ANGPT_DEBUG=1 in the environment shows the traceback instead."""
     args = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries without a network; the error comes at the end
     warnings.formatwarning = lambda message, *_, **__: f"warning: {one_line(str(message))}\n"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

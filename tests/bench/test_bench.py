@@ -49,6 +49,16 @@ def test_an_interval_of_a_ratio_covers_the_truth():
     check_intervals(trials, [1.05], hits=88)
 
 
+def test_precisions_take_turns(tmp_path):
+    out = tmp_path / "bench.json"
+    options = ["--precision", "bf16", "fp8", "--context", "16", "--rounds", "2", "--steps", "1", "--device", "cpu"]
+    main(["bench", "train", "laptop:2", "--architectures", "angpt", "ngpt", *options, "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert [r["architecture"] for r in results] == ["angpt bf16", "angpt fp8", "ngpt bf16", "ngpt fp8"]
+    assert results[0]["ratio"]["value"] == 1.0
+    assert results[1]["step_ms"]["value"] > 0
+
+
 def test_cases():
     assert Case.parse("0.5B:8") == Case("0.5B", 8, 8)
     assert Case.parse("0.5B:128/16") == Case("0.5B", 128, 16)

@@ -51,7 +51,7 @@ REFUSED = [
     ("bench", "data", "data", "--sequences", str(2**62)),
     ("data", "prepare", "text", "--out", "new", "--tokenizer", "c.toml"),
     ("data", "prepare", "text", "--out", "new", "--tokenizer", "bpe:9999999999"),
-    ("data", "prepare", "text", "--out", "runs"),
+    ("data", "prepare", "text", "--out", "runs", "--tokenizer", "bytes"),
     ("fit", "hparams", "text/00.txt", "--out", "new"),
 ]
 """Commands that were once accepted, or ended in a traceback."""
