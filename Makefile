@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 
 compare: $(INSTALLED)
 	$(BIN)/angpt compare --preset laptop --out studies/compare --architectures gpt+ ngpt angpt angpt:muon \
-		--budgets 250k 500k --seeds 0 1 2 --record-moments
+		--budgets 200k 400k --baseline-budgets 800k --seeds 0 1 2 --record-moments
 
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"

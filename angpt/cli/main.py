@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _discard_output()
         sys.exit(1)  # `angpt … | head`; Rich ends in the same way
     except Exception as error:
+        if _interrupted(error):
+            sys.exit(130)
         message = _missing_extra(error) if isinstance(error, ModuleNotFoundError) else explain(error)
         if message is None or os.environ.get("ANGPT_DEBUG") == "1":
             raise
@@ -103,6 +105,11 @@ def _options_of(command: Sequence[str]) -> set[str]:
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
         parse([*command, "--help"])
     return set(re.findall(r"--[a-z](?:[-.]?[a-z0-9]+)*", page.getvalue()))
+
+
+def _interrupted(error: BaseException) -> bool:
+    """True if an error came of Ctrl-C: packages that catch everything while they are imported raise another one."""
+    return isinstance(error, KeyboardInterrupt) or (error.__context__ is not None and _interrupted(error.__context__))
 
 
 def _missing_extra(error: ModuleNotFoundError) -> str | None:

@@ -100,16 +100,16 @@ class Server:
             writer = Writer(self.tokenizer, stops, self.end)
             row = prompts[index // wanted.n], wanted.max_tokens, how, wanted.seed + index
             jobs.append(Job(*row, writer, partial(deliver, index)))
-        self.submit(jobs)
         self.active += 1
         try:
+            self.submit(jobs)
             answer, received = Answer(self.name, prompts), self.received(len(jobs), pieces, start)
             if wanted.stream:
                 return await self.stream(request, answer, received, wanted.stream_options.include_usage)
             return await self.whole(answer, received)
         finally:
-            self.active -= 1
             self.scheduler.cancel(jobs)
+            self.active -= 1
 
     def read(self, body: bytes) -> tuple[Request, list[list[int]]]:
         """The request in a body, and its prompts as token ids; refuses what the model or the limits do not allow."""

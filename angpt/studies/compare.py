@@ -77,7 +77,7 @@ class Comparison:
             seeds=self.seeds[:1],
         )
         return StudyConfig(
-            grid=(grid, longer) if further else (grid,),
+            grid=(longer, grid) if further else (grid,),  # the longest run first: no worker waits for it at the end
             baseline=self.architectures[0],
             names="short",
             lrs=self.lrs,

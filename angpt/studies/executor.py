@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -209,6 +209,8 @@ class Processes:
             process.start()
         theirs.close()
         self.runs.append(Running(job, process, ours, slot))
+        with suppress(EOFError):  # it died, as `wait` will find
+            ours.recv()  # now no signal ends it
 
     def wait(self, seconds: float) -> list[Ended]:
         wait([run.process.sentinel for run in self.runs], timeout=seconds)
@@ -256,10 +258,11 @@ def _hidden_script() -> Iterator[None]:
 
 
 def _run(job: Job, slot: int, threads: int, pipe: Connection) -> None:
-    """Train in the child process, or send the reason of the failure."""
+    """Train in the child process. Sends None once signals cannot end it, and the reason if the run fails."""
     for number in SIGNALS:  # outside the loop, which listens, there is nothing to save
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    pipe.send(None)
     _end_with_the_parent()
     import torch
 
