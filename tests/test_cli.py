@@ -10,6 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 import angpt
+import angpt.__main__
 from angpt.cli.main import main
 from angpt.config import TrainConfig, settings_of
 from angpt.errors import UserError
@@ -153,6 +154,33 @@ def test_what_the_machine_does_wrong_is_one_line(capsys, monkeypatch, error, mes
     monkeypatch.setenv("ANGPT_DEBUG", "1")
     with pytest.raises(type(error)):
         main(["factors"])
+
+
+@pytest.mark.parametrize("mistake", [KeyboardInterrupt(), ModuleNotFoundError("No module named 'version'")])
+def test_ctrl_c_while_a_package_is_imported_is_no_error(capsys, monkeypatch, mistake):
+    """Some packages catch everything while they are imported, and fail in another way."""
+
+    def imports(*_):
+        try:
+            raise KeyboardInterrupt
+        except BaseException:
+            raise mistake  # noqa: B904
+
+    monkeypatch.setattr("angpt.cli.main.parse", imports)
+    assert call(capsys, "models") == (130, "", "")
+
+
+def test_ctrl_c_before_the_command_is_there(monkeypatch):
+    class Interrupts:
+        def find_spec(self, name, *_):
+            if name == "angpt.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "meta_path", [Interrupts(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "angpt.cli.main")
+    with pytest.raises(SystemExit) as end:
+        angpt.__main__.main()
+    assert end.value.code == 130
 
 
 def test_an_error_of_the_program_itself_has_its_traceback(monkeypatch):
