@@ -62,10 +62,8 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
     for kind in ("png", "svg", "csv"):
         (folder / f"{chart.name}.{kind}").unlink(missing_ok=True)  # a link stays behind with what it points to
     with styled():
-        wide = chart.draw(False)
+        wide, tall = _laid_out(chart.draw(False)), _laid_out(chart.draw(True))
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
-        wide.set_layout_engine("none")  # keep the layout of the PNG
-        tall = chart.draw(True)
         svg, narrow = _svg(wide), _svg(tall)
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
@@ -86,6 +84,15 @@ def address(text: str, kind: str, file: str) -> str:
     if len(text) > EMBEDDED_BYTES:
         return file
     return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"
+
+
+def _laid_out(figure: Figure) -> Figure:
+    """Arrange a figure for good. Otherwise each file is drawn twice, the first time only to arrange it."""
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+    return figure
 
 
 def _svg(figure: Figure) -> str:
