@@ -1,4 +1,5 @@
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -12,6 +13,8 @@ hypothesis.settings.load_profile("angpt")
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # see triton_anywhere; before anything imports Triton
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # started with `&` or nohup; commands would inherit it
 torch.set_num_threads(1)  # the models of tests are so small that threads only wait for each other
 
 
