@@ -34,7 +34,7 @@ from angpt.data.shards import (
     check_shards,
     check_size,
 )
-from angpt.data.sources import Piece, open_source, with_splits
+from angpt.data.sources import Piece, cut_in_two, open_source, with_splits
 from angpt.data.tokenizers import check_usable, end_of_text_id, fingerprint, load_tokenizer, vocab_size
 from angpt.errors import UserError
 from angpt.present.terminal import terminal
@@ -69,11 +69,7 @@ def prepare(
     default_tokenizer, default_fraction = STDLIB_DEFAULTS if names == ("stdlib",) else DEFAULTS
     spec, fraction = config.tokenizer or default_tokenizer, config.val_fraction or default_fraction
     source = open_source(names, config.column, config.subset, config.hub_split)
-
-    def documents() -> Iterator[tuple[SplitName, Piece]]:
-        return with_splits(source.pieces(), fraction, config.seed)
-
-    check_documents(documents, names)
+    documents = split_documents(lambda: with_splits(source.pieces(), fraction, config.seed), fraction, names)
     tokenizer = find_tokenizer(spec, out, documents)
     check_usable(tokenizer)
     recipe = Recipe(
@@ -113,14 +109,18 @@ def prepare(
     return index
 
 
-def check_documents(documents: Documents, names: tuple[str, ...]) -> None:
-    """Raise an error unless there are two documents, or splits of the source's own, to train and validate on."""
-    wanted = " ".join(names)
+def split_documents(documents: Documents, val_fraction: float, names: tuple[str, ...]) -> Documents:
+    """The same documents; of a document that is alone and has no split of its own, the end becomes val."""
     firsts = (piece for _, piece in documents() if piece.first)
     if (document := next(firsts, None)) is None:
-        raise UserError(f"{wanted}: no text at all; check the path")
-    if document.split is None and next(firsts, None) is None:
-        raise UserError(f"{wanted}: one document cannot be split into train and val; give train and val files")
+        raise UserError(f"{' '.join(names)}: no text at all; check the path")
+    if document.split is not None or next(firsts, None) is not None:
+        return documents
+    size = sum(len(piece.text) for _, piece in documents())
+    if size < 2:
+        raise UserError(f"{' '.join(names)}: one character cannot be split into train and val; give more text")
+    border = min(max(1, round((1 - val_fraction) * size)), size - 1)
+    return lambda: cut_in_two((piece for _, piece in documents()), border)
 
 
 def find_tokenizer(spec: str, out: Path, documents: Documents) -> Tokenizer:

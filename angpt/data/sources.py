@@ -15,6 +15,7 @@ import re
 import shutil
 import sysconfig
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,7 +158,10 @@ def _listed_files(names: tuple[str, ...]) -> list[Entry]:
     entries: list[Entry] = []
     for path in map(Path, names):
         if path.is_dir():
-            entries += _sorted(path, (file for file in path.rglob("*") if file.is_file() and _kind(file)))
+            files = [file for file in path.rglob("*") if file.is_file()]
+            entries += _sorted(path, filter(_kind, files))
+            if left_out := sum(not _kind(file) for file in files):
+                warnings.warn(f"{path}: {left_out:,} files of unknown kind are left out; {KNOWN}", stacklevel=2)
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder (a data set of the hub is written hf:NAME)")
         elif not _kind(path):
@@ -314,3 +318,15 @@ def with_splits(pieces: Iterable[Piece], val_fraction: float, seed: int) -> Iter
             word = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
             sampled = number == 0 or (number > 1 and int.from_bytes(word, "little") < threshold)
         yield piece.split or ("val" if sampled else "train"), piece
+
+
+def cut_in_two(pieces: Iterable[Piece], border: int) -> Iterator[tuple[SplitName, Piece]]:
+    """One document as two: its first `border` characters for train, the others for val."""
+    place = 0
+    for piece in pieces:
+        head, tail = piece.text[: max(0, border - place)], piece.text[max(0, border - place) :]
+        place += len(piece.text)
+        if head:
+            yield "train", piece._replace(text=head, last=place >= border)
+        if tail or piece.last:
+            yield "val", piece._replace(text=tail, first=place - len(tail) == border)

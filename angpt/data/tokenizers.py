@@ -79,10 +79,11 @@ def _load(spec: str, train_texts: Iterable[str]) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(path.read_bytes()) if local else Tokenizer.from_pretrained(spec)
     except Exception as error:  # the library raises nothing narrower
-        reason = str(error).strip()[:200]
+        reason = str(error).strip().partition(". ")[0][:200]
         if local:
             raise UserError(f"{path}: is not a tokenizer.json of the package tokenizers ({reason})") from error
-        raise UserError(f"{spec!r}: cannot be downloaded ({reason}); pass the path of a tokenizer.json") from error
+        advice = "pass the path of a tokenizer.json, bytes, or bpe:2048 to train one of that size on the text"
+        raise UserError(f"{spec!r}: cannot be downloaded ({reason}); {advice}") from error
 
 
 def _byte_tokenizer() -> Tokenizer:

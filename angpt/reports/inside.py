@@ -43,7 +43,7 @@ def look_inside(study: Material, sources: Mapping[str, Source], folder: Path, ou
     if not ready:
         return Inside([], [], [], " ".join(notes) or "No run has started yet.")
     states = {run.result.name: state_of(sources[run.result.name]) for run in ready}
-    analysis = _stored([out / "analysis" / FILE, folder / "analysis" / FILE, out / FILE], states)
+    analysis = _stored([base / place for base in (out, folder) for place in (f"analysis/{FILE}", FILE)], states)
     if analysis is None:
         try:
             analysis = _measured(ready, sources, out)

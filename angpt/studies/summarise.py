@@ -145,7 +145,10 @@ def summarise(
         if pair := contest(list(leaders.values()), baseline):
             change = relative_change(pair[0].losses, pair[1].losses, *(spread[c.group] for c in pair))
             best, reference = (rows[c.group] for c in pair)
-            sentence = verdict(best, reference, change, [rows[c.group] for c in leaders.values()], own_costs)
+            compared = [rows[c.group] for c in leaders.values()]
+            sentence = verdict(best, reference, change, compared, own_costs) + other_optimizers(
+                best, reference, compared
+            )
             verdicts[size] = sentence if complete else f"So far: {sentence}"
     ordered = [rows[c.group] for c in chosen]
     return Result(
@@ -207,9 +210,15 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
 
 def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] | None:
     """The best architecture other than the baseline at their largest budget, and the baseline there; None while one of
-    them has not finished."""
+    them has not finished. Those that the baseline's optimizer trained come first, or optimizers would be compared."""
     done = [c for c in members if c.losses]
     others = [c for c in done if c.group.architecture != baseline]
+    alike = [
+        c
+        for c in members
+        if c.group.architecture != baseline and _optimizer(c.group.architecture) == _optimizer(baseline)
+    ]
+    others = [c for c in others if c in alike] if alike else others
     largest = [c for c in others if c.tokens == max(c.tokens for c in others)]
     reference = next(
         (c for c in done if c.group.architecture == baseline and largest and c.tokens == largest[0].tokens), None
@@ -237,6 +246,30 @@ def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], co
     if cost and cost.overhead:
         sentences.append(_time(cost.overhead))
     return ". ".join(sentences) + "."
+
+
+def other_optimizers(best: Row, reference: Row, rows: Sequence[Row]) -> str:
+    """A sentence on the losses at the same budget with each optimizer that is not the baseline's."""
+    losses: dict[str, dict[str, float]] = {}
+    for row in rows:
+        name, _, optimizer = row.architecture.partition(":")
+        if row.tokens == best.tokens and row.val_loss is not None:
+            losses.setdefault(optimizer, {})[name] = row.val_loss.mean
+    base, _, own = reference.architecture.partition(":")
+    text = ""
+    for optimizer, found in losses.items():
+        if optimizer != own:
+            with_it = f"With {optimizer.capitalize() or 'Adam'}"
+            text += (
+                f" {with_it}: {', '.join(f'{label(n)} {found[n]:.3f}' for n in sorted(found, key=found.__getitem__))}"
+            )
+            text += "." if base in found else f" ({label(base)} was not trained so: no comparison of architectures)."
+    return text
+
+
+def _optimizer(architecture: str) -> str:
+    """The optimizer in the name of a recipe; empty for Adam."""
+    return architecture.partition(":")[2]
 
 
 def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: bool) -> str | None:

@@ -278,10 +278,25 @@ def test_a_foreign_folder_is_not_touched(corpus, tmp_path):
     assert folder_bytes(out) == {"train.bin": b"precious"}
 
 
+@pytest.mark.parametrize("size", [2, 1_000, 700_001])  # the last has several pieces
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5])
+def test_the_end_of_a_document_that_is_alone_is_val(tmp_path, size, fraction):
+    text = "".join(chr(ord("a") + i * i % 26) for i in range(size))
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "empty.txt").write_text("")
+    out, names = tmp_path / "out", (str(tmp_path / "book.txt"), str(tmp_path / "empty.txt"))
+    index = prepare(names, out, tokenizer="bytes", val_fraction=fraction, console=quiet())
+    border = min(max(1, round((1 - fraction) * size)), size - 1)
+    assert (index.train.documents, index.val.documents) == (1, 1)
+    for split, expected in (("train", text[:border]), ("val", text[border:])):
+        data = TokenData.open(out, split)
+        assert data.read(0, data.tokens).tolist() == [*expected.encode(), 256]
+
+
 def test_too_little_text(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for text, message in (("", "no text at all"), ("one", "one document cannot be split into train and val")):
+    for text, message in (("", "no text at all"), ("1", "one character cannot be split into train and val")):
         (source / "a.txt").write_text(text)
         with pytest.raises(UserError, match=message):
             prepare((str(source),), tmp_path / "out", tokenizer="bytes", console=quiet())

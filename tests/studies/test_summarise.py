@@ -113,6 +113,23 @@ def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
     assert summarised(*groups).verdict.startswith("anGPT reaches 2.900, GPT+ 3.000 (−3.3 %).")
 
 
+def test_architectures_are_compared_with_the_same_optimizer():
+    adam = [chosen("gpt+", 2, 3.0), chosen("angpt", 2, 2.9)]
+    muon = [chosen("angpt:muon", 2, 2.7), chosen("ngpt:muon", 2, 2.8)]
+    lacking = "(GPT+ was not trained so: no comparison of architectures)."
+    found = summarised(*adam, *muon).verdict
+    assert found.startswith("anGPT reaches 2.900, GPT+ 3.000")
+    assert found.endswith(f"With Muon: anGPT 2.700, nGPT 2.800 {lacking}")
+    assert summarised(*adam, *muon, chosen("gpt+:muon", 2, 2.6)).verdict.endswith(
+        " With Muon: GPT+ 2.600, anGPT 2.700, nGPT 2.800."
+    )
+    alone = summarised(adam[0], muon[0]).verdict
+    assert alone.startswith("anGPT with Muon reaches 2.700, GPT+ 3.000")
+    assert alone.endswith(f"With Muon: anGPT 2.700 {lacking}")
+    waiting = chosen("angpt", 2, None, status="running")
+    assert contest([adam[0], waiting, muon[0]], "gpt+") is None
+
+
 def test_a_longer_run_of_the_baseline_turns_a_bound_into_a_number():
     groups = [chosen("gpt+", b, 3.2 - b / 10) for b in (1, 2)] + [chosen("angpt", b, 3.1 - b / 10) for b in (1, 2)]
     before, after = summarised(*groups), summarised(*groups, chosen("gpt+", 4, 2.8))
