@@ -68,7 +68,10 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
         case "kernels" if not kernels_enabled():
             raise UserError("the kernels are turned off (ANGPT_KERNELS=off); use step='auto'")
         case "kernels" if model.device.type != "cuda" or not supports(model):
-            raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; use step='auto'")
+            raise UserError(
+                "the kernels need a GPU, bf16 or fp16, one of the usual architectures, and for fp8 weights an Ada GPU or "
+                "a later one; use step='auto'"
+            )
         case "kernels":
             return partial(by_kernels, model)
         case "auto":

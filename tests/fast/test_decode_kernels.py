@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from angpt.errors import UserError
-from angpt.fast.decode import supports
+from angpt.fast import tuning
+from angpt.fast.decode import by_kernels, supports
 from angpt.inference.engine import Engine, PromptReader, padded, reader_of
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
-from angpt.models.folded import Cache, Folded
+from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 from angpt.models.variants import ARCHITECTURES
 from tests.models.conftest import some_tokens, tiny
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
@@ -124,6 +125,62 @@ def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
     assert not supports(fold(tiny(d_model=24)).prepare("cpu", torch.bfloat16))
     with pytest.raises(UserError, match="kernels need a GPU"):
         Engine(fold(tiny()), 1, 16, 1, GREEDY, "kernels")
+
+
+class OnGPU(list[int]):
+    """Stands in for tokens on a GPU."""
+
+    is_cuda = True
+
+
+def default_form(model: Folded, rows: int) -> tuple[bool, bool]:
+    """Whether a decode step of this many rows, and the reading of as many prompts, are by kernels by default."""
+    return decode_step.applies(model, OnGPU([0] * rows), 0, [], 1), read_prompts.applies(
+        model, OnGPU([0] * rows), 0, []
+    )
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_weights_are_left_to_plain_operations_before_ada(
+    kind: str, capability: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantize(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16), kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert supports(model)
+    monkeypatch.setattr(Folded, "device", torch.device("cuda"))
+    assert supports(model) == (known or kind == "int8")
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_kernels_are_the_default_where_they_have_been_measured(
+    prompts: bool, eight_bit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (tuning.DECODE_AUTO_ROWS, tuning.DECODE_AUTO_8_BIT, tuning.PROMPT_KERNELS) == (4, False, False)
+    monkeypatch.setattr(tuning, "PROMPT_KERNELS", prompts)
+    monkeypatch.setattr(tuning, "DECODE_AUTO_8_BIT", eight_bit)
+    wide = fold(tiny(d_model=32))
+    full = fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16)
+    found = [default_form(full, rows) for rows in (1, 4, 5, 32)]
+    assert found == [(True, prompts), (True, prompts), (False, prompts), (False, prompts)]
+    for kind in ("int8", "fp8"):
+        assert [default_form(quantize(full, kind), rows) for rows in (4, 5)] == [(eight_bit, prompts), (False, prompts)]
+    assert default_form(wide, 1) == (False, False)
+    assert not decode_step.applies(full, torch.tensor([0]), 0, [], 1)
+    assert not read_prompts.applies(full, torch.tensor([[0]]), 0, [])
+    monkeypatch.setattr(tuning, "DECODE_AUTO_ROWS", 5)
+    assert [default_form(full, rows)[0] for rows in (5, 6)] == [True, False]
+
+
+@pytest.mark.parametrize(("rows", "module"), [(4, "decode_kernels"), (5, "rows_kernels")])
+def test_a_few_rows_and_many_have_their_own_kernels(rows: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from angpt.fast import decode_kernels, rows_kernels
+
+    assert tuning.DECODE_AUTO_ROWS <= tuning.DECODE_ROWS == 4  # `auto` has no kernels for many rows
+    for kernels in (decode_kernels, rows_kernels):
+        monkeypatch.setattr(kernels, "decode", lambda *args, name=kernels.__name__: name)
+    assert by_kernels(folded(), OnGPU([0] * rows), 0, [], 1) == f"angpt.fast.{module}"
 
 
 @needs_gpu
