@@ -1,10 +1,11 @@
 """Generation from prompts: `generate` for tokens, `generate_text` for text, with stop strings and streaming."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
-from typing import Literal
+from typing import Literal, cast
 
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -64,7 +65,8 @@ def generate(
     settings = (len(rows), slots, new_tokens, how or Sampling(), step)
     engine = folded.engine  # of the last call, with its captured graphs
     if not isinstance(engine, Engine) or engine.settings != (*settings, kernels_enabled()):
-        engine = folded.engine = Engine(folded, *settings)
+        # A model owns its engine, so the engine must not own the model: a cycle would keep both in memory.
+        engine = folded.engine = Engine(cast(Folded, weakref.proxy(folded)), *settings)
     engine.start(rows, seed)
     return collect(engine, end, watch)
 

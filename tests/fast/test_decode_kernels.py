@@ -216,7 +216,7 @@ def test_captured_kernels_give_the_tokens_of_the_kernels(name: str, rows: int) -
 def test_captured_prompts_leave_what_plain_operations_leave(step: str) -> None:
     """The second and third prompts of a length are read by a graph."""
     model = fold(tiny(d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
-    reader = PromptReader(model, model.make_caches(2, 512), reader_of(model, step))
+    reader = PromptReader(model.make_caches(2, 512), reader_of(model, step), recorded=True)
     for first, second in ((100, 7), (128, 1), (97, 128), (300, 40), (384, 385)):
         prompts = [[1 + i % 20 for i in range(first)], [2 + i % 19 for i in range(second)]]
         caches, lengths = model.make_caches(2, 512), torch.tensor([first, second], device="cuda")

@@ -22,7 +22,9 @@ HOWS = (
 class Replayed:
     """Stands in for a CUDA graph: runs the function again."""
 
-    def __init__(self, run: Callable[[], None], warm_up: Callable[[], None], others: Iterable[object]) -> None:
+    def __init__(
+        self, run: Callable[[], None], warm_up: Callable[[], None], others: Iterable[object], device: torch.device
+    ) -> None:
         self.replay = run
         warm_up()
 
@@ -41,8 +43,8 @@ def test_rows_that_join_and_leave_at_any_time_write_what_they_write_alone(
     ]
     batch, waiting, found = Batch(model, 5, 160), list(range(30)), dict[int, list[int]]()
     if recorded:
-        batch.reader = PromptReader(model, model.make_caches(1, 160), partial(read_prompts, model))
-        batch.recorded = batch.reader.recorded = True
+        batch.reader = PromptReader(model.make_caches(1, 160), partial(read_prompts, model), recorded=True)
+        batch.recorded = True
     running: dict[int, Row] = {}
     together = set()
     while waiting or running:
