@@ -196,6 +196,17 @@ def encode(tokenizer: Tokenizer, prompt: str, end: int | None) -> list[int]:
     return [end]
 
 
+def started(text: str, stop: str) -> int:
+    """Number of characters at the end of the text that begin a stop string, which is not in the text."""
+    if not text:
+        return 0
+    last, n = text[-1], min(len(stop), len(text) + 1)
+    while n := stop.rfind(last, 0, n - 1) + 1:  # prefixes that end as the text does, the longest first
+        if text.endswith(stop[:n]):
+            break
+    return n
+
+
 @dataclass
 class Writer:
     """Decodes the tokens of a row into text piece by piece, and finds stop strings in it."""
@@ -219,8 +230,8 @@ class Writer:
                 break
             self.pending.append(token)
             self._decode(at_end=False)
-        starts = (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n]))
-        return self._next_piece(0 if self.stopped else max(starts, default=0))
+        held_back = max((started(self.text, s) for s in self.stop), default=0)
+        return self._next_piece(0 if self.stopped else held_back)
 
     def finish(self) -> str:
         """The text that `add` has held back."""

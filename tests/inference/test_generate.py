@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -19,7 +21,7 @@ from angpt.inference import engine
 from angpt.inference import generate as module
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
-from angpt.inference.generate import Writer, generate, generate_text
+from angpt.inference.generate import Writer, generate, generate_text, started
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.decoder import Decoder
 from angpt.models.folded import Folded, read_prompts
@@ -369,6 +371,40 @@ def test_characters_of_several_tokens_come_whole(monkeypatch: pytest.MonkeyPatch
     found = generate_text(None, BYTES, ["x"], 100, end=END, emit=lambda _, piece: pieces.append(piece))  # type: ignore[arg-type]
     assert "".join(pieces) == found[0].text == text
     assert pieces == list(text)
+
+
+def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
+    """Longest end of the text that begins a stop string: every prefix of every string is compared."""
+    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+
+
+@given(st.lists(st.text("abc", min_size=1), max_size=4), st.lists(st.text("abc", max_size=12), max_size=8))
+def test_what_may_begin_a_stop_string_is_held_back(stop: list[str], pieces: list[str]) -> None:
+    writer, text, stopped = Writer(BYTES, tuple(stop), END), "", False
+    for piece in pieces:
+        writer.add(list(piece.encode()))
+        for character in "" if stopped else piece:
+            text += character
+            if places := [text.index(s) for s in stop if s in text]:
+                text, stopped = text[: min(places)], True
+                break
+        assert (writer.text, writer.stopped) == (text, stopped)
+        assert writer.returned == len(text) - (0 if stopped else held_by_hand(text, tuple(stop)))
+
+
+def test_long_stop_strings_are_not_compared_prefix_by_prefix() -> None:
+    """Only prefixes that end as the text does are compared."""
+
+    class Counting(str):
+        compared = 0
+
+        def endswith(self, *args: Any) -> bool:
+            Counting.compared += 1
+            return super().endswith(*args)
+
+    assert started(Counting("x" * 50 + "a"), "b" * 1000) == 0
+    assert started(Counting("x" * 2000 + "ba"), "b" * 500 + "a" + "b" * 499) == 0
+    assert Counting.compared == 1
 
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:
