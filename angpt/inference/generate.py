@@ -127,8 +127,12 @@ def fit(rows: list[list[int]], new_tokens: int, context: int, sliding: bool) -> 
             f"a prompt of {longest:,} tokens and {new_tokens:,} new ones do not fit the model's context of "
             f"{context:,}; ask for at most {context + 1 - longest:,}, or exceed the context with sliding=True"
         )
-    needed = max(map(len, rows)) + new_tokens
-    return rows, min(context, -(-needed // SLOTS) * SLOTS)
+    return rows, min(context, slots_for(max(map(len, rows)) + new_tokens))
+
+
+def slots_for(tokens: int) -> int:
+    """Slots of a cache for texts of up to this many tokens."""
+    return -(-tokens // SLOTS) * SLOTS
 
 
 @dataclass(frozen=True)
