@@ -7,6 +7,7 @@ from angpt.errors import UserError
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3
 from angpt.models.float8 import float8_linears
+from angpt.training.engine import recompute_blocks
 from angpt.training.hardware import check_precision
 from angpt.training.launch import start
 from angpt.training.layers import float8_scalars
@@ -52,14 +53,18 @@ def test_records_do_not_change_a_run(data, tmp_path, architecture):
         assert all(x == 0 for name in names if name.endswith("input_saturated") for x in record[name])
 
 
-def test_what_is_recorded():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_recorded(recompute):
     """Against counts of the converted numbers, layer by layer, at scales that saturate some and lose others."""
     compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    if recompute:
+        recompute_blocks(compute, compiled=False)
     seen = {}
     for name, part in float8_linears(compute):
         part.x_scale = torch.tensor(2.0 ** (14 if name.endswith("W_qkv") else -4))
         part.register_forward_pre_hook(lambda part, args, name=name: seen.update({name: args[0].detach()}))
     found = float8_scalars(compute, batch)
+    assert {len(values) for values in found.values()} == {2}
     assert all(p.grad is None for p in compute.parameters())
     assert all(part.observer is None for _, part in float8_linears(compute))
     for name, part in float8_linears(compute):
@@ -75,8 +80,11 @@ def test_what_is_recorded():
     assert min(found["W_d_input_zero"]) > 0.1
 
 
-def test_gradients_are_recorded_from_the_first_layer_to_the_last():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_recorded_from_the_first_layer_to_the_last(recompute):
     compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    if recompute:
+        recompute_blocks(compute, compiled=False)
     with torch.no_grad():
         compute.blocks[1].alpha_m.stored.zero_()  # no gradient reaches the MLP of the last layer
     found = float8_scalars(compute, batch)
