@@ -18,13 +18,19 @@ WEIGHT_SCALE = 256.0
 
 def scale_of_bound(bound: float) -> float:
     """The largest power of two that keeps numbers of up to `bound` within e4m3."""
-    return 2.0 ** math.floor(math.log2(LARGEST / bound))
+    (top, power), (mantissa, exponent) = math.frexp(LARGEST), math.frexp(bound)
+    return 2.0 ** (power - exponent - (mantissa > top))
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two that is not above a positive number in fp32, up to the rounding of its logarithm."""
+    return torch.exp2(torch.floor(torch.log2(x)))
 
 
 def measured_scale(x: Tensor) -> Tensor:
     """The largest power of two that keeps these numbers within e4m3, as a tensor, so that the device need not wait."""
     largest = x.detach().abs().amax().float().clamp(min=1e-30)
-    return torch.exp2(torch.floor(torch.log2(LARGEST / largest)))
+    return power_of_two(LARGEST / largest)
 
 
 def to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:

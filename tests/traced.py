@@ -1,4 +1,4 @@
-"""Both passes of a block as the compiler gets them for a GPU that need not be there: `python -m tests.traced bf16 angpt`.
+"""Both passes of a block as the compiler gets them for a GPU that need not be there: `python -m tests.traced fp8 ngpt`.
 
 A process of its own, because tests have Triton interpret kernels. Takes a precision and architectures. Prints JSON: for
 each architecture and pass, how often operations that multiply, add or copy what is as large as the residual stream are

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3, LARGEST, WEIGHT_SCALE, measured_scale, scale_of_bound, to_e4m3
-from angpt.models.float8 import ROUNDING, Float8Product, float8_linears, gradient_scale, input_scales
+from angpt.models.float8 import ROUNDING, Float8Product, float8_linears, input_scales
 from angpt.models.primitives import attend, lerp, norm, nu_lerp
 from tests.models.conftest import some_tokens, tiny
 
@@ -37,12 +37,22 @@ def test_what_is_not_a_number_stays_that():
     assert to_e4m3(torch.tensor([math.inf, -1e30]), 2.0).tolist() == [LARGEST, -LARGEST]
 
 
-@given(st.floats(1e-6, 1e6))
+@given(st.floats(2**-20, 2**20))
+@example(7.0)
+@example(math.nextafter(7, 8))
 def test_scales_use_the_range_and_do_not_exceed_it(bound):
     scale = scale_of_bound(bound)
     assert LARGEST / 2 < scale * bound <= LARGEST
     assert math.log2(scale).is_integer()
-    assert measured_scale(torch.tensor([-bound, bound / 2])).item() == pytest.approx(scale_of_bound(float(f"{bound}")))
+
+
+@given(st.floats(2**-20, 2**20, width=32))
+@example(7.0)
+@example(7.0 + 2**-21)
+def test_measured_scales_do_so_up_to_the_rounding_of_fp32(bound):
+    scale = measured_scale(torch.tensor([-bound, bound / 2])).item()
+    assert LARGEST / 2 < scale * bound <= LARGEST * (1 + 2**-20)
+    assert math.log2(scale).is_integer()
 
 
 def in_e4m3(x, scale):
@@ -64,6 +74,8 @@ def test_products_and_gradients_are_those_of_rounded_operands(constant, stored):
     scales = [torch.tensor(float(s)) for s in (s_x, s_w, s_y / tokens)]
     known = scales if constant else [None, scales[1] if stored else None, None]
     y = Float8Product.apply(x, leaf, values, *known, 1.7)
+    kept = {t.data_ptr() for t in y.grad_fn.saved_tensors}
+    assert (values if stored else leaf).data_ptr() in kept  # no second copy of the matrix is kept for the backward pass
     y.backward(dy)
 
     x8, w8, dy8 = in_e4m3(x.detach(), s_x), in_e4m3(weight, s_w), in_e4m3(dy, s_y)
@@ -158,11 +170,51 @@ def test_scales_follow_from_what_a_design_declares():
         assert set(input_scales(tiny(name)).values()) == {None}, name
 
 
-@given(st.floats(1e-3, 1e3))
-def test_gradients_have_a_scale_from_that_of_the_logits(size):
-    scale = gradient_scale(torch.tensor([size, -size])).item()
-    assert 128 < scale * size <= 256.01
-    assert math.log2(scale).is_integer()
+@given(st.floats(1e-3, 1e3), st.integers(1, 3000))
+@example(3.0, 3)
+def test_gradients_have_a_scale_from_that_of_the_logits(size, tokens):
+    """256 · tokens / rms(s_z), rounded down to a power of two, once."""
+    model = tiny("angpt").float()
+    with torch.no_grad():
+        model.s_z.stored.copy_(size * model.s_z.scale / model.s_z.init)
+    for _, part in float8_linears(low_precision(model, E4M3)):
+        scale = part.scale_of_gradient(torch.zeros(tokens, 1)).item()
+        assert 128 * (1 - 2**-20) < scale * size / tokens <= 256 * (1 + 2**-20)
+        assert math.log2(scale).is_integer()
+
+
+def test_the_scale_of_gradients_follows_that_of_the_logits_in_every_pass():
+    """Also after parameters are loaded, as a run does that resumes."""
+    model, other = tiny("angpt").float(), tiny("angpt", seed=5).float()
+    compute, tokens = low_precision(model, E4M3), some_tokens(2, 8)
+    expected = []
+    for change in (lambda: model.s_z.stored.mul_(10), lambda: model.s_z.stored.mul_(0.01), lambda: load(model, other)):
+        with torch.no_grad():
+            change()
+        expected.append(256 / model.s_z().square().mean().sqrt().item())
+        compute(tokens, tokens).backward()
+        assert [part.dy_scale.item() for _, part in float8_linears(compute)] == pytest.approx([expected[-1]] * 8)
+    assert len({math.floor(math.log2(scale)) for scale in expected}) == 3
+
+
+def load(model, other):
+    model.load_state_dict(other.state_dict())
+
+
+def test_another_forward_pass_may_come_before_the_backward_pass():
+    """Each backward pass then has the gradient of its own forward pass, at the scale of the later one."""
+    compute = low_precision(tiny("angpt").float(), E4M3)
+    first, second = some_tokens(2, 8), some_tokens(2, 8, seed=1)
+
+    def gradient(loss):
+        loss.backward()
+        found = [p.grad.clone() for p in compute.parameters()]
+        compute.zero_grad()
+        return found
+
+    expected = [gradient(compute(tokens, tokens)) for tokens in (first, second)]
+    losses = [compute(tokens, tokens) for tokens in (first, second)]
+    torch.testing.assert_close([gradient(loss) for loss in losses], expected, rtol=0, atol=0)
 
 
 def test_a_matrix_in_e4m3_takes_a_byte_per_entry():

@@ -90,3 +90,14 @@ def test_gradients_are_recorded_from_the_first_layer_to_the_last(recompute):
     found = float8_scalars(compute, batch)
     assert found["W_d_gradient_zero"][1] == 0
     assert found["W_d_gradient_kurtosis"][0] > 1
+
+
+def test_records_of_a_compiled_model_do_not_recompile_it():
+    """A model that was compiled before its first record, as in a run that resumes, keeps its code."""
+    compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    for block in compute.blocks:
+        block.compile(backend="eager", dynamic=False)
+    compute(*batch)
+    float8_scalars(compute, batch)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compute(*batch)
