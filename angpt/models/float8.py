@@ -18,8 +18,10 @@ from angpt.models.factors import NONE
 from angpt.models.primitives import LearnedScale, Linear, product
 from angpt.operations import operation
 
-ROUNDING = 1 + 2**-8
-"""Largest factor by which rounding to bf16 lengthens a number; (1 + 2⁻⁴) for e4m3."""
+ROUNDING, E4M3_ROUNDING = 1 + 2**-8, 1 + 2**-4
+"""Largest factors by which rounding to bf16, and to e4m3 from 2⁻⁶ on, lengthen a number."""
+E4M3_STEP = 2.0**-10
+"""Most that rounding to e4m3 adds to a number below 2⁻⁶: half of the step there."""
 GRADIENT_SCALE = 256.0
 """Scale of gradients, times the tokens of a pass, over the rms of s_z."""
 GAIN_MARGIN = 4.0
@@ -149,20 +151,34 @@ def input_scales(model: Decoder) -> dict[str, float | None]:
     """The constant scale of the input of each matrix of a block, by its name; None if the design does not bound it."""
     design, cfg = model.design(), model.cfg
     updates, nu = 2 * cfg.n_layers, getattr(model.blocks[0], "nu", NONE)
+    unit_start = design.input == "none" and not design.embed_scale and _rows_are_bounded(model)
     unit_updates = design.lerp and design.output_norm and design.update_factor == 1.0
-    if not (model.constraints() and unit_updates and (design.nu_alpha or design.update_norm)):
+    if not (unit_start and unit_updates and (design.nu_alpha or design.update_norm)):
         return dict.fromkeys(("W_qkv", "W_p", "W_uz", "W_d"))
     h = ROUNDING if design.update_norm else math.sqrt(1 + updates) * ROUNDING ** (1 + updates)
-    v = nu.qkv * h * (1 + 2**-4) ** 2 * ROUNDING**2  # of W and h in e4m3, in bf16, averaged in bf16
+    scale = scale_of_bound(h)
+    rounded = (length_in_e4m3(*of, cfg.d_model) for of in ((1.0, WEIGHT_SCALE), (h, scale)))
+    v = nu.qkv * math.prod(rounded) * ROUNDING**4  # in bf16: W before e4m3, where it is gathered; v; A; A·v
     own_attention = model.Block.attend is not Block.attend
     hidden = nu.acf * nu.uz**2 * (math.sqrt(cfg.d_model) * GAIN_MARGIN if design.s_uz else 1.0)
-    scale = scale_of_bound(h)
     return {
         "W_qkv": scale,
         "W_p": None if own_attention else scale_of_bound(v),
         "W_uz": scale,
         "W_d": scale_of_bound(hidden),
     }
+
+
+def _rows_are_bounded(model: Decoder) -> bool:
+    """True if rows have at most length 1 in the matrices from which the bounds are derived."""
+    bounded = {name for name, constraint in model.constraints().items() if constraint.dims == (1,)}
+    needed = {f"{name}.weight" for name, _ in model.named_modules() if name.endswith(("W_e", "W_qkv", "W_uz"))}
+    return needed <= bounded
+
+
+def length_in_e4m3(length: float, scale: float, size: int) -> float:
+    """Largest length that a vector of `size` entries has after its conversion to e4m3 at a scale."""
+    return length * E4M3_ROUNDING + math.sqrt(size) * E4M3_STEP / scale
 
 
 def gradient_scale(s_z: Tensor) -> Tensor:
