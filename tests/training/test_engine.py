@@ -180,8 +180,10 @@ def trained(engine, steps, passes=1, between=lambda: None):
     return torch.tensor(ends)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)  # attention sums in any order
+def close(found, expected, dtype):
+    """Attention sums in any order. Where bf16 then rounds otherwise, e4m3 may, by up to 6 %: on the CPU, with attention
+    off by one rounding in places, norms of gradients in fp8 were off by up to 12 times as much as in bf16."""
+    torch.testing.assert_close(found, expected, rtol=2e-2 if dtype == E4M3 else 2e-3, atol=0)
 
 
 @needs_gpu
@@ -194,7 +196,7 @@ def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, dtype, mo
     engine.record(steps[0].rows(0, 4 // passes))
     assert engine.recorded is not None
     monkeypatch.setattr(engine.compute, "forward", None)  # from here on, the graph alone
-    close(trained(engine, steps, passes), expected)
+    close(trained(engine, steps, passes), expected, dtype)
 
 
 @needs_gpu
@@ -213,7 +215,7 @@ def test_what_is_computed_between_recorded_passes_does_not_disturb_them(architec
         for batch in (masked, steps[0].rows(0, 2)):  # of another kind, of another size
             assert engine.loss(batch).item() == pytest.approx(plain(*batch).item(), rel=1e-2)
 
-    close(trained(engine, steps, between=between), expected)
+    close(trained(engine, steps, between=between), expected, dtype)
 
 
 @needs_gpu
@@ -231,4 +233,4 @@ def test_training_goes_on_where_no_graph_can_be_made(dtype, monkeypatch):
     with pytest.warns(UserWarning, match="without a CUDA graph"):
         engine.record(steps[0])
     assert engine.recorded is None
-    close(trained(engine, steps), expected)
+    close(trained(engine, steps), expected, dtype)
