@@ -1,8 +1,8 @@
-"""Both passes of a block as the compiler gets them for a GPU that need not be there: `python -m tests.traced`.
+"""Both passes of a block as the compiler gets them for a GPU that need not be there: `python -m tests.traced fp8 ngpt`.
 
-A process of its own, because tests have Triton interpret kernels. Prints JSON: for each architecture and pass, how
-often operations that multiply, add or copy what is as large as the residual stream are left after the compiler's passes
-over the graph.
+A process of its own, because tests have Triton interpret kernels. Takes a precision and architectures. Prints JSON: for
+each architecture and pass, how often operations that multiply, add or copy what is as large as the residual stream are
+left after the compiler's passes over the graph; before these, in 8 bits, its products. A graph break is an error.
 """
 
 import json
@@ -24,8 +24,10 @@ from angpt.config import ModelConfig
 from angpt.fast import models
 from angpt.fast.fusion import OPTIONS
 from angpt.fast.precision import low_precision
+from angpt.float8 import E4M3
 from angpt.models import primitives
 from angpt.models.variants import build
+from angpt.training.plan import DTYPES
 from tests.compiled import HOPPER
 
 
@@ -40,7 +42,7 @@ class Stop(Exception):
     """Traced; there is nothing to run it on."""
 
 
-def operations(architecture: str) -> dict[str, Counter]:
+def operations(architecture: str, dtype: torch.dtype) -> dict[str, Counter]:
     found = {}
 
     def passes(module, examples):
@@ -63,7 +65,7 @@ def operations(architecture: str) -> dict[str, Counter]:
         return make_boxed_func(stop)
 
     size = ModelConfig(architecture=architecture, d_model=128, n_layers=1, n_heads=2, vocab_size=64, context=64)
-    model = low_precision(build(size), torch.bfloat16)
+    model = low_precision(build(size), dtype)
     h = torch.zeros(2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
     differentiate = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition_fn)
 
@@ -72,7 +74,7 @@ def operations(architecture: str) -> dict[str, Counter]:
         module.recompile()
         return differentiate(module, examples)
 
-    compiled = torch.compile(model.blocks[0], backend=backend)
+    compiled = torch.compile(model.blocks[0], backend=backend, fullgraph=True)
     try:
         with config.patch(OPTIONS):
             compiled(h, primitives.make_context(h.float(), size.rotary_dim, size.rotary_base))
@@ -85,6 +87,9 @@ if __name__ == "__main__":
     triton.runtime.driver.set_active(Driver())
     torch._functorch.config.force_non_lazy_backward_lowering = True
     models.bf16_on_gpu = lambda x: x.dtype == torch.bfloat16
+    models._e4m3_on_gpu = lambda x: x.dtype == E4M3
     names = ("angpt.add_product_", "product", "aten.add", "aten.mul", "aten.clone")
-    traced = {name: operations(name) for name in sys.argv[1:]}
+    if (dtype := DTYPES[sys.argv[1]]) == E4M3:
+        names = ("aten._scaled_mm", *names)
+    traced = {name: operations(name, dtype) for name in sys.argv[2:]}
     json.dump({k: {which: [c[n] for n in names] for which, c in v.items()} for k, v in traced.items()}, sys.stdout)

@@ -15,6 +15,7 @@ from angpt.config import ModelConfig, Step, Weights
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
+from angpt.inference.generate import slots_for
 from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
 from angpt.models.decoder import Decoder
@@ -82,7 +83,7 @@ class DecodingModel:
         self.prompts = torch.randint(model.cfg.vocab_size, (batch, prompt), generator=generator).tolist()
         synchronize(model.device)
         start = time.perf_counter()
-        self.engine = Engine(model, batch, slots(prompt, new_tokens), new_tokens, GREEDY, step, caches)
+        self.engine = Engine(model, batch, slots_for(prompt + new_tokens), new_tokens, GREEDY, step, caches)
         self.prefill()
         self.engine.advance()
         synchronize(model.device)
@@ -96,10 +97,6 @@ class DecodingModel:
         """Decode from the first new token to the last."""
         while self.engine.made < self.new_tokens:
             self.engine.advance()
-
-
-def slots(prompt: int, new_tokens: int) -> int:
-    return -(-(prompt + new_tokens) // 64) * 64
 
 
 def floor_bytes(model: Folded, batch: int, prompt: int, new_tokens: int) -> float:
@@ -150,7 +147,7 @@ def bench_decode(
 ) -> list[Result]:
     """Measure all kinds at one batch size and length of the prompt; the first architecture is the baseline."""
     device = models.device
-    caches = next(iter(models.folded.values())).make_caches(batch, slots(prompt, new_tokens))
+    caches = next(iter(models.folded.values())).make_caches(batch, slots_for(prompt + new_tokens))
     subjects: dict[Kind, DecodingModel] = {}
     for kind in models.kinds:
         progress(f"first tokens of {' '.join(kind)}")

@@ -31,7 +31,7 @@ GROUPS = {
     "attention": r"cudnn|flash|fmha|aten::_?scaled_dot",  # before products: some attention kernels use CUTLASS
     "matrix products": r"nvjet|gemm|cublas|cutlass|aten::(add|b)?mm",
     "SwiGLU": r"^_swiglu",
-    "conversion to 8 bits": r"^_(quantize|transpose)",
+    "conversion to 8 bits": r"^_quantize",
     "norm of rotated q and k": r"^_heads",
     "residual update, gradient of norms": r"^_(update|rms)",
     "scaled rows": r"^_scale_rows",

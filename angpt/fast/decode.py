@@ -1,4 +1,5 @@
-"""The fast forms of a decode step and of reading prompts: Triton kernels for folded models in bf16 on NVIDIA GPUs."""
+"""The fast forms of a decode step and of reading prompts: Triton kernels for folded models in bf16 or fp16 on NVIDIA
+GPUs."""
 
 from collections.abc import Sequence
 
@@ -6,15 +7,17 @@ import torch
 from torch import Tensor
 
 from angpt.fast import tuning
+from angpt.float8 import has_e4m3
 from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 
 
 def supports(model: Folded) -> bool:
-    """True if the kernels support the operations, dimensions and dtype of a model."""
+    """True if the kernels support the operations, dimensions, dtype and weights of a model on its device."""
     return (
         model.design.input != "tanh"
         and model.cfg.d_head in (16, 32, 64, 128, 256)
         and model.dtype in (torch.bfloat16, torch.float16)
+        and (model.weights != "fp8" or has_e4m3(model.device))
     )
 
 
@@ -27,8 +30,9 @@ def by_kernels(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequenc
 
 
 def few_rows(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> bool:
-    """True if the kernels apply and the batch is so small that they are known to be faster than plain operations."""
-    return tokens.is_cuda and supports(model) and len(tokens) <= tuning.DECODE_AUTO_ROWS
+    """True if the kernels apply and are known to be faster than plain operations, with this batch and these weights."""
+    measured = len(tokens) <= tuning.DECODE_AUTO_ROWS and (model.weights == "full" or tuning.DECODE_AUTO_8_BIT)
+    return measured and tokens.is_cuda and supports(model)
 
 
 def prompts_by_kernels(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:

@@ -51,7 +51,7 @@ def _await(OVERLAP: tl.constexpr):
 
 @triton.jit
 def _row_scales(y, scale_ptr, rows, n, SCALED: tl.constexpr):
-    """y, times the scales of the rows of its matrix."""
+    """Products (…, rows) times the scales of the rows of their matrix."""
     if SCALED:
         y = y * tl.load(scale_ptr + rows, rows < n, 0.0)
     return y
@@ -289,14 +289,16 @@ class Steps:
 
     def __init__(self, model: Folded) -> None:
         cfg, design = model.cfg, model.design
-        self.d, self.d_mlp, self.heads = cfg.d_model, cfg.d_mlp, cfg.n_heads
+        self.d, self.heads = cfg.d_model, cfg.n_heads
         self.padded = triton.next_power_of_2(cfg.d_model)
-        self.update = {
+        self.constants = {
             "LERP": design.weighted_update,
             "OUTPUT_NORM": design.output_norm,
             "UPDATE_NORM": design.update_norm,
+            "INPUT_NORM": design.input == "rms",
+            "EPS": EPS,
+            "D": self.padded,
         }
-        self.constants = self.update | {"INPUT_NORM": design.input == "rms", "EPS": EPS, "D": self.padded}
         self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
         self.qk_norm = design.qk != "plain"
         self.warps = warps(self.padded)

@@ -70,9 +70,9 @@ def transpose(x: Tensor) -> Tensor:
     return float8_kernels.transpose(x.contiguous())
 
 
-def float8_product(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> Tensor:
-    one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), one, factor / scale, out_dtype=torch.bfloat16)
+def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    factors = factor / a_scale, b_scale.reciprocal()
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16)
 
 
 def _one_alpha_per_column(
@@ -92,7 +92,7 @@ def _e4m3_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == E4M3
 
 
-def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> bool:
+def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> bool:
     return _e4m3_on_gpu(a) and all(size % 16 == 0 for size in (*a.shape, *b.shape))
 
 

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from angpt.fast import tuning
-from angpt.fast.decode_kernels import MAX_SPLITS, TILE, Steps, _attend, _await, _combined
+from angpt.fast.decode_kernels import MAX_SPLITS, TILE, Steps, _attend, _await, _combined, _row_scales
 from angpt.models.folded import Cache, Folded, Layer
 
 LINE_BYTES = 128
@@ -48,14 +48,6 @@ def _load_to_cache(w_ptr, rows, first, n, k, DEPTH: tl.constexpr, LINE: tl.const
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def _scaled(y, scale_ptr, rows, n, SCALED: tl.constexpr):
-    """A tile of a product, times the scales of the rows of its matrix."""
-    if SCALED:
-        y = y * tl.load(scale_ptr + rows, rows < n, 0.0)[None, :]
-    return y
 
 
 @triton.jit
@@ -85,9 +77,9 @@ def _product(
         if SWIGLU:
             w_z = tl.load(w_at + n.to(tl.int64) * k + start, inside, 0.0)
             z = tl.dot(x, w_z.to(x.dtype), z)
-    y = _scaled(y, scale_ptr, rows, n, SCALED)
+    y = _row_scales(y, scale_ptr, rows, n, SCALED)
     if SWIGLU:
-        z = _scaled(z, scale_ptr, n + rows, 2 * n, SCALED)
+        z = _row_scales(z, scale_ptr, n + rows, 2 * n, SCALED)
         y = y * z * tl.sigmoid(z)
     at = (part * batch + members)[:, None].to(tl.int64) * n + rows[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), known & wanted)

@@ -1,5 +1,5 @@
-"""All numbers tuned for one GPU: tile sizes, warps and programs, measured on an NVIDIA H200 at the shapes of the 0.5B
-model. They change the speed, not the results. docs/performance.md has the measurements."""
+"""All numbers tuned for one GPU: tile sizes, warps and programs, at the shapes of the 0.5B model. They change the
+speed, not the results. They were measured on an NVIDIA H200 (docs/performance.md), except those said not to be."""
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200."""
@@ -21,7 +21,7 @@ HEADS_BACKWARD_TILE, HEADS_BACKWARD_WARPS, HEADS_BACKWARD_STAGES = 2048, 4, 2
 HEADS_BACKWARD_PROGRAMS = 8 * MULTIPROCESSORS
 
 FLOAT8_TILE, FLOAT8_WARPS = 64, 4
-"""Conversion to 8 bits: rows and columns of a tile, and warps. Not tuned: it has not run on a GPU."""
+"""Conversion to 8 bits: rows and columns of a tile, and warps. Not measured: it has not run on a GPU."""
 
 LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 """Cross-entropy: lanes per row, logits per lane and loop iteration, warps that share them."""
@@ -50,10 +50,14 @@ DECODE_ROWS = 4
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
 DECODE_AUTO_ROWS = 4
 """Decode: largest batch for which kernels are the default. Those for more than DECODE_ROWS have not run on a GPU."""
+DECODE_AUTO_8_BIT = False
+"""Decode: whether kernels are the default for 8-bit weights. Their speed has not been measured; `--step kernels` uses
+them."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
-"""Decode with many rows: programs that a kernel should have, so that all multiprocessors read."""
+"""Decode with many rows: programs that a kernel should have, so that all multiprocessors read; not measured."""
 DECODE_LEAST_DEPTH = 256
-"""Decode with many rows: smallest number of columns of a matrix per program, where several share its rows."""
+"""Decode with many rows: smallest number of columns of a matrix per program, where several share its rows; not
+measured."""
 DECODE_TILES = {16: (32, 128, 4, 4), 32: (32, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 8, 3)}
 """Decode with many rows, by the rows of a tile, not measured: rows of the matrix, depth per iteration, warps, software
 pipeline depth."""
@@ -63,7 +67,8 @@ PROMPT_KERNELS = False
 PROMPT_GRAPHS = False
 """Prompts: whether CUDA graphs are the default. They have not run on a GPU; `--step kernels` uses them."""
 PROMPT_GRAPH_TOKENS = 8192
-"""Prompts: largest number of tokens of a CUDA graph. With more, computing takes longer than launching."""
+"""Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not
+measured."""
 
 GRAPH_LAUNCH_SHARE = 0.5
 """A CUDA graph is captured if launching takes more than this share of a pass: below it a pass is never launch-bound,

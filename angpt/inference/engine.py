@@ -1,8 +1,8 @@
 """The decode loop: static buffers on the device, and on a GPU one CUDA graph for the whole step, sampling included.
 
 A step attends to as many slots of the cache as the longest row needs, rounded up to a power of two, with one graph per
-length. Between two tokens the host only launches the graph. Prompts are padded to a few lengths, with a graph for each
-that occurs more than once.
+length. Between two tokens the host only launches the graph. Prompts can be read by graphs, too, padded to a few lengths
+with a graph for each that occurs more than once; by default they are not (tuning.PROMPT_GRAPHS).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,9 +49,9 @@ def reader_of(model: Folded, step: Step) -> Callable[..., Tensor]:
     """The function that reads prompts into caches, and returns the logits after them."""
     match step:
         case "plain":
-            return model.prefill
+            return partial(Folded.prefill, model)
         case "compiled":
-            return partial(model.prefill, layer=compiled_prompt_layer())
+            return partial(Folded.prefill, model, layer=compiled_prompt_layer())
         case "kernels":
             return partial(prompts_by_kernels, model)
         case _:
@@ -62,13 +62,16 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
     """The function that computes the logits after one more token of each row."""
     match step:
         case "plain":
-            return model.decode
+            return partial(Folded.decode, model)
         case "compiled":
-            return partial(model.decode, layer=compiled_layer())
+            return partial(Folded.decode, model, layer=compiled_layer())
         case "kernels" if not kernels_enabled():
             raise UserError("the kernels are turned off (ANGPT_KERNELS=off); use step='auto'")
         case "kernels" if model.device.type != "cuda" or not supports(model):
-            raise UserError("the kernels need a GPU, bf16 and one of the usual architectures; use step='auto'")
+            raise UserError(
+                "the kernels need a GPU, bf16 or fp16, one of the usual architectures, and for fp8 weights an Ada GPU "
+                "or a later one; use step='auto'"
+            )
         case "kernels":
             return partial(by_kernels, model)
         case "auto":
@@ -82,36 +85,50 @@ def shown_slots(longest: int, slots: int) -> int:
     return min(max(FEWEST_SLOTS, 1 << longest.bit_length()), slots)
 
 
+def graphs_apply(device: torch.device) -> bool:
+    """True if steps on this device are CUDA graphs: on a GPU, unless the switch for fast forms is off."""
+    return kernels_enabled() and device.type == "cuda"
+
+
 def record(
-    run: Callable[[], None], warm_up: Callable[[], None], others: Iterable[torch.cuda.CUDAGraph]
+    run: Callable[[], None],
+    warm_up: Callable[[], None],
+    others: Iterable[torch.cuda.CUDAGraph],
+    device: torch.device,
 ) -> torch.cuda.CUDAGraph:
-    """A function as a CUDA graph, which shares the memory of other graphs that never run at the same time."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARMUP_STEPS):
-            warm_up()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=next((other.pool() for other in others), None)):
-        run()
+    """A function as a CUDA graph of a device, which shares the memory of other graphs that never run at the same time.
+
+    Streams and graphs belong to the current device, which need not be that of the model; work on another device would
+    not be captured.
+    """
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                warm_up()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=next((other.pool() for other in others), None)):
+            run()
     return graph
 
 
 def prompt_length(longest: int, slots: int) -> int:
-    """Length to which prompts are padded for a graph: 2ⁿ or 1.5 · 2ⁿ, so that at most a third is padding, or all."""
+    """Length to which prompts are padded for a graph: 2ⁿ or 1.5 · 2ⁿ, from 12 on, or all. From 9 tokens on, at most a
+    third is padding."""
     power = 1 << max(4, (longest - 1).bit_length())
     return min(power * 3 // 4 if longest <= power * 3 // 4 else power, slots)
 
 
 class PromptReader:
-    """Reads prompts, always the same number of them, into the same caches."""
+    """Reads prompts, always the same number of them, into the same caches, with CUDA graphs if `recorded`."""
 
-    def __init__(self, model: Folded, caches: Sequence[Cache], read: Callable[..., Tensor]) -> None:
-        self.model, self.caches, self.read = model, caches, read
+    def __init__(self, caches: Sequence[Cache], read: Callable[..., Tensor], recorded: bool) -> None:
+        self.caches, self.read, self.recorded = caches, read, recorded
         self.rows, _, self.slots, _ = caches[0].keys.shape
-        self.recorded = kernels_enabled() and model.device.type == "cuda"
-        self.lengths = torch.zeros(self.rows, dtype=torch.long, device=model.device)
+        self.device = caches[0].keys.device
+        self.lengths = torch.zeros(self.rows, dtype=torch.long, device=self.device)
         self.tokens: dict[int, Tensor] = {}
         """Tokens (B, T) of the last prompts, by the length to which they are padded."""
         self.logits: dict[int, Tensor] = {}
@@ -123,10 +140,10 @@ class PromptReader:
         length = prompt_length(longest, self.slots)
         self.lengths.copy_(torch.tensor([len(p) for p in prompts]))
         if not self.recorded or self.rows * length > tuning.PROMPT_GRAPH_TOKENS:
-            return self.run(padded(prompts, longest).to(self.model.device))
+            return self.run(padded(prompts, longest).to(self.device))
         tokens = padded(prompts, length)
         if length not in self.tokens:  # perhaps the only prompts of this length: capturing takes longer than reading
-            self.tokens[length] = tokens.to(self.model.device)
+            self.tokens[length] = tokens.to(self.device)
             return self.run(self.tokens[length][:, :longest])
         self.tokens[length].copy_(tokens)
         if length not in self.graphs:
@@ -143,7 +160,7 @@ class PromptReader:
         def run() -> None:
             self.logits[length] = self.run(self.tokens[length])
 
-        return record(run, run, self.graphs.values())
+        return record(run, run, self.graphs.values(), self.device)
 
 
 def padded(prompts: Sequence[Sequence[int]], length: int) -> Tensor:
@@ -165,8 +182,8 @@ class Engine:
         caches: Sequence[Cache] | None = None,
     ) -> None:
         """`caches` are made unless given; engines that share them take turns, each from `start` to its last token."""
-        self.model, self.how, self.slots, self.new_tokens = model, how, slots, new_tokens
-        self.recorded = kernels_enabled() and model.device.type == "cuda"
+        self.how, self.slots, self.new_tokens = how, slots, new_tokens
+        self.recorded = graphs_apply(model.device)
         self.settings = (batch, slots, new_tokens, how, step, kernels_enabled())
         self.decode = decoder_of(model, step)
         self.caches = model.make_caches(batch, slots) if caches is None else caches
@@ -176,8 +193,8 @@ class Engine:
         self.uniform = zeros(batch, new_tokens, dtype=torch.float32)
         penalised = how.repetition_penalty != 1
         self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
-        self.reader = PromptReader(model, self.caches, reader_of(model, step))
-        self.reader.recorded &= tuning.PROMPT_GRAPHS or step == "kernels"
+        prompt_graphs = self.recorded and (tuning.PROMPT_GRAPHS or step == "kernels")
+        self.reader = PromptReader(self.caches, reader_of(model, step), prompt_graphs)
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -242,7 +259,7 @@ class Engine:
             for tensor, value in zip(state, saved, strict=True):
                 tensor.copy_(value)
 
-        return record(partial(self.step, shown), warm_up, self.graphs.values())
+        return record(partial(self.step, shown), warm_up, self.graphs.values(), self.tokens.device)
 
     def read(self, start: int) -> list[list[int]]:
         """The new tokens of every row from number `start` on. Waits for the device."""

@@ -1,10 +1,11 @@
 """Generation from prompts: `generate` for tokens, `generate_text` for text, with stop strings and streaming."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
-from typing import Literal
+from typing import Literal, cast
 
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -64,7 +65,8 @@ def generate(
     settings = (len(rows), slots, new_tokens, how or Sampling(), step)
     engine = folded.engine  # of the last call, with its captured graphs
     if not isinstance(engine, Engine) or engine.settings != (*settings, kernels_enabled()):
-        engine = folded.engine = Engine(folded, *settings)
+        # A model owns its engine, so the engine must not own the model: a cycle would keep both in memory.
+        engine = folded.engine = Engine(cast(Folded, weakref.proxy(folded)), *settings)
     engine.start(rows, seed)
     return collect(engine, end, watch)
 
@@ -125,8 +127,12 @@ def fit(rows: list[list[int]], new_tokens: int, context: int, sliding: bool) -> 
             f"a prompt of {longest:,} tokens and {new_tokens:,} new ones do not fit the model's context of "
             f"{context:,}; ask for at most {context + 1 - longest:,}, or exceed the context with sliding=True"
         )
-    needed = max(map(len, rows)) + new_tokens
-    return rows, min(context, -(-needed // SLOTS) * SLOTS)
+    return rows, min(context, slots_for(max(map(len, rows)) + new_tokens))
+
+
+def slots_for(tokens: int) -> int:
+    """Slots of a cache for texts of up to this many tokens."""
+    return -(-tokens // SLOTS) * SLOTS
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,17 @@ def encode(tokenizer: Tokenizer, prompt: str, end: int | None) -> list[int]:
     return [end]
 
 
+def started(text: str, stop: str) -> int:
+    """Number of characters at the end of the text that begin a stop string, which is not in the text."""
+    if not text:
+        return 0
+    last, n = text[-1], min(len(stop), len(text) + 1)
+    while n := stop.rfind(last, 0, n - 1) + 1:  # prefixes that end as the text does, the longest first
+        if text.endswith(stop[:n]):
+            break
+    return n
+
+
 @dataclass
 class Writer:
     """Decodes the tokens of a row into text piece by piece, and finds stop strings in it."""
@@ -217,8 +234,8 @@ class Writer:
                 break
             self.pending.append(token)
             self._decode(at_end=False)
-        starts = (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n]))
-        return self._next_piece(0 if self.stopped else max(starts, default=0))
+        held_back = max((started(self.text, s) for s in self.stop), default=0)
+        return self._next_piece(0 if self.stopped else held_back)
 
     def finish(self) -> str:
         """The text that `add` has held back."""

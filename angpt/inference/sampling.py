@@ -17,6 +17,9 @@ from angpt.serialization import check_settings
 if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
     from torch import Tensor
 
+LEAST_TEMPERATURE = 1e-6
+"""Below this temperature, sampling is greedy: logits divided by it could overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -25,7 +28,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Logits of tokens that have occurred are divided by this where positive and multiplied where negative; 1: off."""
     temperature: float = 0.8
-    """Logits are divided by this; 0 takes the likeliest token."""
+    """Logits are divided by this; 0, or less than LEAST_TEMPERATURE, takes the likeliest token."""
     top_k: int | None = 50
     """Keep only the k likeliest tokens."""
     top_p: float | None = None
@@ -50,7 +53,7 @@ def pick(logits: "Tensor", how: Sampling, uniform: "Tensor", seen: "Tensor | Non
     if how.repetition_penalty != 1 and seen is not None:
         penalty = how.repetition_penalty
         logits = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
-    if how.temperature == 0:
+    if how.temperature < LEAST_TEMPERATURE:
         return logits.argmax(dim=-1)
     logits = logits / how.temperature
     ids = None

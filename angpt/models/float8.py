@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from angpt.float8 import WEIGHT_SCALE, measured_scale, scale_of_bound, to_e4m3
+from angpt.float8 import E4M3, WEIGHT_SCALE, measured_scale, power_of_two, scale_of_bound, to_e4m3
 from angpt.models.decoder import Block, Decoder
 from angpt.models.factors import NONE
 from angpt.models.primitives import LearnedScale, Linear, product
 from angpt.operations import operation
 
-ROUNDING = 1 + 2**-8
-"""Largest factor by which rounding to bf16 lengthens a number; (1 + 2⁻⁴) for e4m3."""
+ROUNDING, E4M3_ROUNDING = 1 + 2**-8, 1 + 2**-4
+"""Largest factors by which rounding to bf16, and to e4m3 from 2⁻⁶ on, lengthen a number."""
+E4M3_STEP = 2.0**-10
+"""Most that rounding to e4m3 adds to a number below 2⁻⁶: half of the step there."""
 GRADIENT_SCALE = 256.0
 """Scale of gradients, times the tokens of a pass, over the rms of s_z."""
 GAIN_MARGIN = 4.0
@@ -40,10 +42,10 @@ def transpose(x: Tensor) -> Tensor:
 
 
 @operation
-def float8_product(a: Tensor, b: Tensor, factor: float, scale: Tensor) -> Tensor:
-    """a bᵀ · factor / scale in bf16, of matrices in e4m3, with sums in fp32."""
-    exact = product(a.to(torch.bfloat16), b.t().to(torch.bfloat16), factor)
-    return (exact / scale).to(torch.bfloat16)  # by a power of two
+def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
+    """a bᵀ · factor in bf16, of matrices in e4m3, divided by their scales."""
+    scaled = product(a.to(torch.bfloat16), b.t().to(torch.bfloat16), factor)
+    return (scaled / a_scale / b_scale).to(torch.bfloat16)  # by powers of two
 
 
 class Float8Product(torch.autograd.Function):
@@ -54,28 +56,38 @@ class Float8Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, values: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None,
         dy_scale: Tensor | None, factor: float,
     ) -> Tensor:  # fmt: skip
-        """`values`: the matrix in e4m3; without it, `weight` is converted. A scale of None is measured."""
+        """`values`: the matrix in e4m3; without it, `weight` is converted in both passes, so that no copy is kept from
+        one to the other. A scale of None is measured.
+
+        `dy_scale` is read in the backward pass: if another forward pass comes in between, it is that of the later one.
+        """
         rows = x.reshape(-1, x.shape[-1])
         x_scale = measured_scale(rows) if x_scale is None else x_scale
         w_scale = measured_scale(weight) if w_scale is None else w_scale
         x8, x8_t = quantize(rows, x_scale)
-        w8 = quantize(weight, w_scale)[0] if values is None else values
-        ctx.save_for_backward(x8_t, w8, x_scale, w_scale, dy_scale)
+        w8 = to_e4m3(weight, w_scale) if values is None else values
+        ctx.save_for_backward(x8_t, weight if values is None else values, x_scale, w_scale)
+        ctx.dy_scale = dy_scale  # not saved, because each forward pass overwrites it
         ctx.shape, ctx.factor = x.shape, factor
-        return float8_product(x8, w8, factor, x_scale * w_scale).view(*x.shape[:-1], len(w8))
+        return float8_product(x8, w8, factor, x_scale, w_scale).view(*x.shape[:-1], len(w8))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x8_t, w8, x_scale, w_scale, dy_scale = ctx.saved_tensors
-        dy = gradients[0].reshape(-1, len(w8))
-        dy_scale = _dy_scale(dy_scale, dy)
+        x8_t, weight, x_scale, w_scale = ctx.saved_tensors
+        dy = gradients[0].reshape(-1, len(weight))
+        dy_scale = _dy_scale(ctx.dy_scale, dy)
         dy8, dy8_t = quantize(dy, dy_scale)
-        dx = float8_product(dy8, transpose(w8), ctx.factor, dy_scale * w_scale).view(ctx.shape)
-        return dx, float8_product(dy8_t, x8_t, ctx.factor, dy_scale * x_scale), None, None, None, None, None
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w8_t = transpose(weight) if weight.dtype == E4M3 else quantize(weight, w_scale)[1]
+            dx = float8_product(dy8, w8_t, ctx.factor, dy_scale, w_scale).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            dw = float8_product(dy8_t, x8_t, ctx.factor, dy_scale, x_scale)
+        return dx, dw, None, None, None, None, None
 
 
 def _dy_scale(of_a_token: Tensor | None, dy: Tensor) -> Tensor:
-    return measured_scale(dy) if of_a_token is None else of_a_token * 2.0 ** math.floor(math.log2(len(dy)))
+    return measured_scale(dy) if of_a_token is None else power_of_two(of_a_token * len(dy))
 
 
 class Float8Linear(Linear):
@@ -84,11 +96,11 @@ class Float8Linear(Linear):
     x_scale: Tensor | None
     w_scale: Tensor | None
     dy_scale: Tensor | None
-    """Scale of the gradient of the output in a pass of one token."""
+    """Scale of the gradient of the output in a pass of one token; rounded to a power of two when it is used."""
     values: Tensor | None
     """The matrix in e4m3, which the optimizer writes; then `weight` has no storage and only receives the gradient."""
 
-    observer: Callable[[Tensor, Tensor], None] | None = None
+    observer: Callable[[Tensor, Tensor], None] | None
     """Called in the forward pass, where it is not compiled, with the input and the output before a learned factor."""
 
     def forward(self, x: Tensor, factor: float | Tensor = 1.0) -> Tensor:
@@ -119,7 +131,7 @@ def use_float8(model: Decoder, copied: bool) -> None:
         assert isinstance(part, Float8Linear)
         constant = f"blocks.{name}.weight" in bounded
         part.x_scale, part.dy_scale = x_scales[name.split(".")[-1]], dy_scale
-        part.w_scale, part.values = w_scale if constant else None, None
+        part.w_scale, part.values, part.observer = w_scale if constant else None, None, None
         if copied and constant:
             part.values = to_e4m3(part.weight.detach(), w_scale)
             part.weight = nn.Parameter(part.weight.detach().new_zeros(()).expand(part.weight.shape))
@@ -139,14 +151,16 @@ def input_scales(model: Decoder) -> dict[str, float | None]:
     """The constant scale of the input of each matrix of a block, by its name; None if the design does not bound it."""
     design, cfg = model.design(), model.cfg
     updates, nu = 2 * cfg.n_layers, getattr(model.blocks[0], "nu", NONE)
+    unit_start = design.input == "none" and not design.embed_scale and _rows_are_bounded(model)
     unit_updates = design.lerp and design.output_norm and design.update_factor == 1.0
-    if not (model.constraints() and unit_updates and (design.nu_alpha or design.update_norm)):
+    if not (unit_start and unit_updates and (design.nu_alpha or design.update_norm)):
         return dict.fromkeys(("W_qkv", "W_p", "W_uz", "W_d"))
     h = ROUNDING if design.update_norm else math.sqrt(1 + updates) * ROUNDING ** (1 + updates)
-    v = nu.qkv * h * (1 + 2**-4) ** 2 * ROUNDING**2  # of W and h in e4m3, in bf16, averaged in bf16
+    scale = scale_of_bound(h)
+    rounded = (length_in_e4m3(*of, cfg.d_model) for of in ((1.0, WEIGHT_SCALE), (h, scale)))
+    v = nu.qkv * math.prod(rounded) * ROUNDING**4  # in bf16: W before e4m3, where it is gathered; v; A; A·v
     own_attention = model.Block.attend is not Block.attend
     hidden = nu.acf * nu.uz**2 * (math.sqrt(cfg.d_model) * GAIN_MARGIN if design.s_uz else 1.0)
-    scale = scale_of_bound(h)
     return {
         "W_qkv": scale,
         "W_p": None if own_attention else scale_of_bound(v),
@@ -155,7 +169,18 @@ def input_scales(model: Decoder) -> dict[str, float | None]:
     }
 
 
+def _rows_are_bounded(model: Decoder) -> bool:
+    """True if rows have at most length 1 in the matrices from which the bounds are derived."""
+    bounded = {name for name, constraint in model.constraints().items() if constraint.dims == (1,)}
+    needed = {f"{name}.weight" for name, _ in model.named_modules() if name.endswith(("W_e", "W_qkv", "W_uz"))}
+    return needed <= bounded
+
+
+def length_in_e4m3(length: float, scale: float, size: int) -> float:
+    """Largest length that a vector of `size` entries has after its conversion to e4m3 at a scale."""
+    return length * E4M3_ROUNDING + math.sqrt(size) * E4M3_STEP / scale
+
+
 def gradient_scale(s_z: Tensor) -> Tensor:
-    """Scale of gradients in blocks for a pass of one token, a power of two."""
-    rms = s_z.detach().float().square().mean().sqrt().clamp(min=1e-30)
-    return torch.exp2(torch.floor(torch.log2(GRADIENT_SCALE / rms)))
+    """Scale of gradients in blocks for a pass of one token, not rounded."""
+    return GRADIENT_SCALE / s_z.detach().float().square().mean().sqrt().clamp(min=1e-30)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from angpt.fast import tuning
-from angpt.inference.engine import PromptReader, record, shown_slots
+from angpt.inference.engine import PromptReader, graphs_apply, record, shown_slots
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, decode_step, read_prompts
-from angpt.operations import kernels_enabled
 
 
 @dataclass(eq=False)
@@ -39,10 +38,11 @@ class Batch:
 
     def __init__(self, model: Folded, size: int, slots: int) -> None:
         self.model, self.size, self.slots = model, size, slots
-        self.recorded = kernels_enabled() and model.device.type == "cuda"
+        self.recorded = graphs_apply(model.device)
         self.caches = model.make_caches(size, slots)
-        read, prompt_graphs = partial(read_prompts, model), self.recorded and tuning.PROMPT_GRAPHS
-        self.reader = PromptReader(model, model.make_caches(1, slots), read) if prompt_graphs else None
+        self.reader = None
+        if self.recorded and tuning.PROMPT_GRAPHS:
+            self.reader = PromptReader(model.make_caches(1, slots), partial(read_prompts, model), recorded=True)
         self.tokens, self.positions = (torch.zeros(size, dtype=torch.long, device=model.device) for _ in range(2))
         self.logits = torch.zeros(size, model.cfg.vocab_size, dtype=model.wide, device=model.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -108,7 +108,8 @@ class Batch:
             run()
             return
         if (width, shown) not in self.graphs:
-            self.graphs[width, shown] = record(run, run, self.graphs.values())  # running it again changes nothing
+            # running it again changes nothing
+            self.graphs[width, shown] = record(run, run, self.graphs.values(), self.model.device)
         self.graphs[width, shown].replay()
 
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -176,18 +177,17 @@ class Server:
             await response.write(f"data: {data}\n\n".encode())
 
         tokens = 0
-        try:
+        with suppress(ConnectionResetError):  # the client has gone away
             await response.prepare(request)
-            async for index, piece in received:
-                await send(json.dumps(answer.chunk(index, piece.text, piece.reason)))
-                tokens += piece.tokens if piece.reason is not None else 0
-            if with_usage:
-                await send(json.dumps(answer.last_chunk(tokens)))
-            await send("[DONE]")
-        except Refused as error:
-            await send(json.dumps(error.body()))
-        except ConnectionResetError:  # the client has gone away
-            pass
+            try:
+                async for index, piece in received:
+                    await send(json.dumps(answer.chunk(index, piece.text, piece.reason)))
+                    tokens += piece.tokens if piece.reason is not None else 0
+                if with_usage:
+                    await send(json.dumps(answer.last_chunk(tokens)))
+                await send("[DONE]")
+            except Refused as error:
+                await send(json.dumps(error.body()))
         return response
 
     async def models(self, request: web.Request) -> web.Response:

@@ -10,9 +10,7 @@ import torch
 
 from angpt.config import Device, TrainPrecision
 from angpt.errors import UserError
-
-FP8 = (8, 9)
-"""The lowest compute capability with matrix products in 8 bits."""
+from angpt.float8 import CAPABILITY, has_e4m3
 
 
 def choose_device(name: Device) -> torch.device:
@@ -29,10 +27,11 @@ def present(device: torch.device) -> torch.device:
 
 def check_precision(device: torch.device, precision: TrainPrecision) -> None:
     """Raise an error if the device has no products in this precision."""
-    if precision == "fp8" and device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FP8:
+    if precision == "fp8" and not has_e4m3(device):
+        major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
-            f"precision = 'fp8', but the {torch.cuda.get_device_name(device)} has compute capability "
-            f"{found[0]}.{found[1]} and no products in 8 bits, which begin with {FP8[0]}.{FP8[1]}; use --precision bf16"
+            f"precision = 'fp8', but the {torch.cuda.get_device_name(device)} has compute capability {major}.{minor} "
+            f"and no products in 8 bits, which begin with {CAPABILITY[0]}.{CAPABILITY[1]}; use --precision bf16"
         )
 
 

@@ -56,9 +56,9 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
 
     Names are such as `W_d_input_saturated`. Leaves no gradients.
     """
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, dict[int, Tensor]] = {}
 
-    def note(name: str, x: Tensor, scale: Tensor | None) -> None:
+    def note(name: str, layer: int, x: Tensor, scale: Tensor | None) -> None:
         sizes = x.float().abs()
         scaled, squares = sizes * (measured_scale(x) if scale is None else scale), sizes.square()
         parts = {
@@ -67,14 +67,14 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
             "kurtosis": squares.square().mean() / squares.mean().square(),
         }
         for part, value in parts.items():
-            found.setdefault(f"{name}_{part}", []).append(value)
+            found.setdefault(f"{name}_{part}", {})[layer] = value
 
-    def observe(name: str, part: Float8Linear, x: Tensor, y: Tensor) -> None:
-        note(f"{name}_input", x.detach(), part.x_scale)
+    def observe(name: str, layer: int, part: Float8Linear, x: Tensor, y: Tensor) -> None:
+        note(f"{name}_input", layer, x.detach(), part.x_scale)  # again in the backward pass if blocks are recomputed
 
         def backward(dy: Tensor) -> None:
             rows = dy.flatten(0, -2)
-            note(f"{name}_gradient", rows, part.scale_of_gradient(rows))
+            note(f"{name}_gradient", layer, rows, part.scale_of_gradient(rows))
 
         y.register_hook(backward)  # type: ignore[no-untyped-call]
 
@@ -82,14 +82,13 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
     handle = compute.W_e.register_forward_hook(lambda *call: embedded.append(call[-1]))
     try:
         for name, linear in float8_linears(compute):
-            linear.observer = partial(observe, name.split(".")[-1], linear)
+            _, layer, kind = name.split(".")  # blocks.0.W_d
+            linear.observer = partial(observe, kind, int(layer), linear)
         with torch.compiler.set_stance("force_eager"):
             torch.autograd.grad(compute(*batch), embedded)
     finally:
         handle.remove()
         for _, linear in float8_linears(compute):
             linear.observer = None
-    return {
-        name: torch.stack(values if "_input_" in name else values[::-1]).tolist()  # gradients arrive last layer first
-        for name, values in found.items()
-    }
+    layers = range(len(compute.blocks))
+    return {name: torch.stack([values[layer] for layer in layers]).tolist() for name, values in found.items()}

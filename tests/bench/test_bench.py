@@ -1,15 +1,18 @@
 """Statistics of `angpt bench`, and a run of each command on the CPU."""
 
 import json
+import re
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+import angpt.fast
 from angpt.bench import optimizer
 from angpt.bench.measure import in_turns, median, orders, ratio
-from angpt.bench.train import PARTS, Case, grouped, record_alike
+from angpt.bench.train import GROUPS, PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
 from angpt.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig
 from angpt.constraints import largest_violation
@@ -136,6 +139,15 @@ def test_kernels_are_grouped_by_what_they_are_for():
         "matrix products": 3.0, "attention": 2.0, "optimizer": 1.0, "compiled": 0.5, "other": 0.25, "all": 6.75
     }  # fmt: skip
     assert grouped([]) == {}
+
+
+def test_each_pattern_of_our_kernels_matches_one():
+    sources = (path.read_text(encoding="utf-8") for path in Path(angpt.fast.__file__).parent.glob("*.py"))
+    kernels = [name for source in sources for name in re.findall(r"@triton\.jit\ndef (_\w+)", source)]
+    for pattern in GROUPS.values():
+        start, _, names = pattern.split("|multi")[0].partition("^_")
+        for name in names.strip("()").split("|") if not start and names else ():
+            assert any(kernel.startswith(f"_{name}") for kernel in kernels), name
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from angpt.errors import UserError
-from angpt.fast.decode import supports
-from angpt.inference.engine import Engine, PromptReader, padded, reader_of
+from angpt.fast import tuning
+from angpt.fast.decode import by_kernels, supports
+from angpt.float8 import has_e4m3
+from angpt.inference.engine import Engine, PromptReader, padded, reader_of, shown_slots
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate
 from angpt.inference.quantize import quantize
 from angpt.inference.sampling import GREEDY
-from angpt.models.folded import Cache, Folded
+from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 from angpt.models.variants import ARCHITECTURES
 from tests.models.conftest import some_tokens, tiny
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
@@ -78,8 +80,15 @@ def test_a_width_that_is_no_power_of_two() -> None:
     agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
 
 
+def needs_e4m3(kind: str) -> None:
+    """Skip a test of fp8 weights on a GPU whose kernels cannot read them."""
+    if kind == "fp8" and not has_e4m3(torch.device(DEVICE)):
+        pytest.skip("needs an Ada GPU or a later one")
+
+
 def eight_bits(model: Folded, kind: str) -> Folded:
     """The model in 8 bits, its rows of very different lengths, so that a wrong scale shows."""
+    needs_e4m3(kind)
     for p in model.parameters():
         if p.ndim == 2:
             p.mul_(torch.logspace(-0.5, 0.5, len(p), device=p.device)[torch.randperm(len(p)), None])
@@ -93,14 +102,27 @@ def test_8_bit_weights_are_read_as_they_are(name: str, kind: str) -> None:
     agree(step_both_ways(eight_bits(folded(name, d_model=32, d_ff=80, context=128), kind), [0, 70, 5], 128, 128))
 
 
-def tokens_by(model: Folded, decode: Callable[..., Tensor], count: int, rows: int = 1) -> list[list[int]]:
-    """Greedy tokens with a given form of the step."""
-    engine = Engine(model, rows, 256, count, GREEDY, "plain")
-    engine.recorded, engine.decode = False, decode
-    engine.start([[1 + row, 2, 3] for row in range(rows)], 0)
-    for _ in range(count - 1):
-        engine.advance()
-    return engine.read(0)
+@torch.no_grad()
+def writes_the_plain_tokens(model: Folded, decode: Callable[..., Tensor], count: int, rows: int = 1) -> None:
+    """A form of the step against the plain one, along the greedy tokens of the plain one.
+
+    In fp32 the tokens are the same. In bf16 the plain form rounds every product, the kernels do not: the logits agree
+    up to rounding, and the tokens wherever the two largest logits differ by more than that.
+    """
+    prompts = torch.tensor([[1 + row, 2, 3] for row in range(rows)], device=DEVICE)
+    lengths = torch.full((rows,), 3, device=DEVICE)
+    caches = [model.make_caches(rows, 256) for _ in range(2)]
+    logits, _ = (model.prefill(prompts, lengths, part) for part in caches)
+    for position in range(3, count + 2):
+        tokens, shown = logits.argmax(dim=-1), shown_slots(position, 256)
+        args = tokens, torch.full((rows,), position, device=DEVICE)
+        views = [[Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in part] for part in caches]
+        logits, found = model.decode(*args, views[0], 256), decode(*args, views[1], 256)
+        rounding = ROUNDING * logits.abs().max()
+        assert (found - logits).abs().max() <= rounding
+        best, second = logits.topk(2).values.unbind(dim=-1)
+        clear = best - second > rounding if model.dtype == torch.bfloat16 else torch.ones_like(best, dtype=torch.bool)
+        assert torch.equal(found.argmax(dim=-1)[clear], logits.argmax(dim=-1)[clear])
 
 
 FEW = [(name, kind, 200 if ON_GPU else 30) for name in ("gpt+", "ngpt", "angpt") for kind in ("full", "fp8", "int8")]
@@ -112,9 +134,10 @@ def test_greedy_tokens_are_those_of_the_plain_step(name: str, kind: str, count: 
     """The model is as small as can be: a step takes a tenth of a second in the interpreter."""
     from angpt.fast import decode_kernels as kernels
 
+    needs_e4m3(kind)
     model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
     model = model if kind == "full" else quantize(model, kind)
-    assert tokens_by(model, partial(kernels.decode, model), count) == tokens_by(model, model.decode, count)
+    writes_the_plain_tokens(model, partial(kernels.decode, model), count)
 
 
 def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
@@ -124,6 +147,62 @@ def test_what_the_kernels_do_not_know_is_left_to_plain_operations() -> None:
     assert not supports(fold(tiny(d_model=24)).prepare("cpu", torch.bfloat16))
     with pytest.raises(UserError, match="kernels need a GPU"):
         Engine(fold(tiny()), 1, 16, 1, GREEDY, "kernels")
+
+
+class OnGPU(list[int]):
+    """Stands in for tokens on a GPU."""
+
+    is_cuda = True
+
+
+def default_form(model: Folded, rows: int) -> tuple[bool, bool]:
+    """Whether a decode step of this many rows, and the reading of as many prompts, are by kernels by default."""
+    return decode_step.applies(model, OnGPU([0] * rows), 0, [], 1), read_prompts.applies(
+        model, OnGPU([0] * rows), 0, []
+    )
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize(("capability", "known"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_weights_are_left_to_plain_operations_before_ada(
+    kind: str, capability: tuple[int, int], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = quantize(fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16), kind)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert supports(model)
+    monkeypatch.setattr(Folded, "device", torch.device("cuda"))
+    assert supports(model) == (known or kind == "int8")
+
+
+@pytest.mark.parametrize("prompts", [False, True])
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_kernels_are_the_default_where_they_have_been_measured(
+    prompts: bool, eight_bit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (tuning.DECODE_AUTO_ROWS, tuning.DECODE_AUTO_8_BIT, tuning.PROMPT_KERNELS) == (4, False, False)
+    monkeypatch.setattr(tuning, "PROMPT_KERNELS", prompts)
+    monkeypatch.setattr(tuning, "DECODE_AUTO_8_BIT", eight_bit)
+    wide = fold(tiny(d_model=32))
+    full = fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16)
+    found = [default_form(full, rows) for rows in (1, 4, 5, 32)]
+    assert found == [(True, prompts), (True, prompts), (False, prompts), (False, prompts)]
+    for kind in ("int8", "fp8"):
+        assert [default_form(quantize(full, kind), rows) for rows in (4, 5)] == [(eight_bit, prompts), (False, prompts)]
+    assert default_form(wide, 1) == (False, False)
+    assert not decode_step.applies(full, torch.tensor([0]), 0, [], 1)
+    assert not read_prompts.applies(full, torch.tensor([[0]]), 0, [])
+    monkeypatch.setattr(tuning, "DECODE_AUTO_ROWS", 5)
+    assert [default_form(full, rows)[0] for rows in (5, 6)] == [True, False]
+
+
+@pytest.mark.parametrize(("rows", "module"), [(4, "decode_kernels"), (5, "rows_kernels")])
+def test_a_few_rows_and_many_have_their_own_kernels(rows: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from angpt.fast import decode_kernels, rows_kernels
+
+    assert tuning.DECODE_AUTO_ROWS <= tuning.DECODE_ROWS == 4  # `auto` has no kernels for many rows
+    for kernels in (decode_kernels, rows_kernels):
+        monkeypatch.setattr(kernels, "decode", lambda *args, name=kernels.__name__: name)
+    assert by_kernels(folded(), OnGPU([0] * rows), 0, [], 1) == f"angpt.fast.{module}"
 
 
 @needs_gpu
@@ -159,7 +238,7 @@ def test_captured_kernels_give_the_tokens_of_the_kernels(name: str, rows: int) -
 def test_captured_prompts_leave_what_plain_operations_leave(step: str) -> None:
     """The second and third prompts of a length are read by a graph."""
     model = fold(tiny(d_model=128, context=512).float()).prepare("cuda", torch.bfloat16)
-    reader = PromptReader(model, model.make_caches(2, 512), reader_of(model, step))
+    reader = PromptReader(model.make_caches(2, 512), reader_of(model, step), recorded=True)
     for first, second in ((100, 7), (128, 1), (97, 128), (300, 40), (384, 385)):
         prompts = [[1 + i % 20 for i in range(first)], [2 + i % 19 for i in range(second)]]
         caches, lengths = model.make_caches(2, 512), torch.tensor([first, second], device="cuda")

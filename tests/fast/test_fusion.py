@@ -388,12 +388,27 @@ def draw(*shape):
     return torch.randn(*shape, device=DEVICE).to(DTYPE)
 
 
-def test_what_is_left_of_the_sums_of_a_block():
+def traced(precision):
+    """What tests/traced.py prints of the three architectures."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.traced", "gpt+", "ngpt", "angpt"]
+    command = [sys.executable, "-m", "tests.traced", precision, "gpt+", "ngpt", "angpt"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_left_of_the_sums_of_a_block():
     # Products that add, products that do not, sums, multiplications, copies. GPT+ multiplies in its norms alone.
     update = {"forward": [0, 4, 0, 0, 0], "backward": [2, 6, 0, 0, 0]}
     gptplus = {"forward": [2, 2, 0, 4, 2], "backward": [0, 8, 0, 0, 0]}
-    assert json.loads(done.stdout) == {"gpt+": gptplus, "ngpt": update, "angpt": update}
+    assert traced("bf16") == {"gpt+": gptplus, "ngpt": update, "angpt": update}
+
+
+def test_all_products_of_a_block_are_in_8_bits():
+    """Four forward, eight backward, none of them left to another precision; they cannot add."""
+    # Products in 8 bits, in place, others; sums, multiplications, copies. nGPT multiplies u and z by learned gains,
+    # GPT+ its matrices by their scales.
+    gptplus = {"forward": [4, 0, 0, 2, 8, 0], "backward": [8, 0, 0, 0, 0, 0]}
+    ngpt = {"forward": [4, 0, 0, 0, 1, 0], "backward": [8, 0, 0, 2, 2, 0]}
+    angpt = {"forward": [4, 0, 0, 0, 0, 0], "backward": [8, 0, 0, 2, 0, 0]}
+    assert traced("fp8") == {"gpt+": gptplus, "ngpt": ngpt, "angpt": angpt}

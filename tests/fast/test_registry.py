@@ -106,6 +106,7 @@ EXAMPLES = {
         without_carry(48, 64).to(E4M3),
         1.7,
         torch.tensor(32.0, device=DEVICE),
+        torch.tensor(0.5, device=DEVICE),
     ),
     "decode_step": decoding,
     "read_prompts": prompts,

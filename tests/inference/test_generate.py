@@ -1,11 +1,16 @@
+import gc
 import shutil
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -16,10 +21,10 @@ from angpt.inference import engine
 from angpt.inference import generate as module
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
-from angpt.inference.generate import Writer, generate, generate_text
+from angpt.inference.generate import Writer, generate, generate_text, started
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.decoder import Decoder
-from angpt.models.folded import read_prompts
+from angpt.models.folded import Folded, read_prompts
 from angpt.models.variants import ARCHITECTURES, build
 from tests.inference.conftest import byte_model
 from tests.models.conftest import some_tokens, tiny
@@ -187,18 +192,18 @@ def test_prompts_are_padded_to_few_lengths(longest: int, slots: int, length: int
     assert engine.prompt_length(longest, slots) == length
 
 
-def test_at_most_a_third_of_a_prompt_is_padding() -> None:
-    lengths = {engine.prompt_length(longest, 4096) for longest in range(16, 4097)}
-    assert len(lengths) == 17
-    assert all(longest <= engine.prompt_length(longest, 4096) < longest / 2 * 3 for longest in range(16, 4097))
+def test_from_9_tokens_on_at_most_a_third_of_a_prompt_is_padding() -> None:
+    lengths = {engine.prompt_length(longest, 4096) for longest in range(9, 4097)}
+    assert len(lengths) == 18
+    assert all(longest <= engine.prompt_length(longest, 4096) < longest / 2 * 3 for longest in range(9, 4097))
 
 
 class Recorded(engine.PromptReader):
     """A reader that does on the CPU what it does on a GPU, where a replay computes with what the buffers then hold."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.recorded, self.shapes = True, []
+        super().__init__(*args, recorded=True)
+        self.shapes: list[tuple[int, ...]] = []
 
     def run(self, tokens: Tensor) -> Tensor:
         self.shapes.append(tuple(tokens.shape))
@@ -214,7 +219,7 @@ class Recorded(engine.PromptReader):
 @torch.no_grad()
 def test_padded_prompts_leave_the_same_logits_and_slots() -> None:
     model = fold(tiny(context=64).float())
-    reader = Recorded(model, model.make_caches(2, 64), partial(read_prompts, model))
+    reader = Recorded(model.make_caches(2, 64), partial(read_prompts, model))
     for prompts in ([[1, 2, 3], [4] * 14], [[7] * 15, [3, 1]], [[2] * 13, [5] * 9], [[1] * 40, [2]]):
         caches = model.make_caches(2, 64)
         lengths = torch.tensor([len(p) for p in prompts])
@@ -231,10 +236,62 @@ def test_padded_prompts_leave_the_same_logits_and_slots() -> None:
 def test_many_tokens_are_read_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fold(tiny(context=64).float())
     monkeypatch.setattr(tuning, "PROMPT_GRAPH_TOKENS", 31)
-    reader = Recorded(model, model.make_caches(2, 64), partial(read_prompts, model))
+    reader = Recorded(model.make_caches(2, 64), partial(read_prompts, model))
     for _ in range(3):
         reader([[1] * 13, [2] * 3])
     assert reader.shapes == [(2, 13)] * 3
+
+
+def test_a_graph_is_recorded_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm-up, streams and capture, with stand-ins for those of CUDA."""
+    current, seen = ["cuda:0"], []
+
+    @contextmanager
+    def on(device: object) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    def note(what: str, result: object = None) -> Any:
+        return lambda *args, **options: seen.append((what, current[-1])) or result
+
+    stream = SimpleNamespace(wait_stream=note("wait"))
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "Stream", note("stream", stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", note("current", stream))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", note("graph"))
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: nullcontext())
+    engine.record(note("run"), note("warm up"), [], torch.device("cuda:1"))
+    assert {what for what, _ in seen} == {"stream", "current", "wait", "graph", "run", "warm up"}
+    assert {device for _, device in seen} == {"cuda:1"}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_model_is_freed_as_soon_as_nobody_refers_to_it(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a copy that is folded for a call nor a folded model with its engine waits for the garbage collector."""
+    made: list[weakref.ref[Folded]] = []
+
+    def folding(model: Decoder) -> Folded:
+        folded = fold(model)
+        made.append(weakref.ref(folded))
+        return folded
+
+    monkeypatch.setattr(module, "fold", folding)
+    gc.collect()
+    gc.disable()
+    try:
+        model: Any = byte_model() if trained else folding(byte_model())
+        generate(model, [[1]], 3, GREEDY)
+        if not trained:
+            assert made[0]() is not None
+            assert model.engine is not None
+            generate(model, [[1]], 3, GREEDY)
+            del model
+        assert len(made) == 1
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -314,6 +371,40 @@ def test_characters_of_several_tokens_come_whole(monkeypatch: pytest.MonkeyPatch
     found = generate_text(None, BYTES, ["x"], 100, end=END, emit=lambda _, piece: pieces.append(piece))  # type: ignore[arg-type]
     assert "".join(pieces) == found[0].text == text
     assert pieces == list(text)
+
+
+def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
+    """Longest end of the text that begins a stop string: every prefix of every string is compared."""
+    return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+
+
+@given(st.lists(st.text("abc", min_size=1), max_size=4), st.lists(st.text("abc", max_size=12), max_size=8))
+def test_what_may_begin_a_stop_string_is_held_back(stop: list[str], pieces: list[str]) -> None:
+    writer, text, stopped = Writer(BYTES, tuple(stop), END), "", False
+    for piece in pieces:
+        writer.add(list(piece.encode()))
+        for character in "" if stopped else piece:
+            text += character
+            if places := [text.index(s) for s in stop if s in text]:
+                text, stopped = text[: min(places)], True
+                break
+        assert (writer.text, writer.stopped) == (text, stopped)
+        assert writer.returned == len(text) - (0 if stopped else held_by_hand(text, tuple(stop)))
+
+
+def test_long_stop_strings_are_not_compared_prefix_by_prefix() -> None:
+    """Only prefixes that end as the text does are compared."""
+
+    class Counting(str):
+        compared = 0
+
+        def endswith(self, *args: Any) -> bool:
+            Counting.compared += 1
+            return super().endswith(*args)
+
+    assert started(Counting("x" * 50 + "a"), "b" * 1000) == 0
+    assert started(Counting("x" * 2000 + "ba"), "b" * 500 + "a" + "b" * 499) == 0
+    assert Counting.compared == 1
 
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:

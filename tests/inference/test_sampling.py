@@ -68,6 +68,15 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     assert pick(LOGITS[None], how, torch.zeros(1), seen).tolist() == [3]
 
 
+@pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-20, 1e-7])
+@pytest.mark.parametrize("filters", [{"top_k": None}, {"top_k": 3}, {"top_k": None, "top_p": 0.9, "min_p": 0.1}])
+def test_tiny_temperatures_are_greedy(temperature: float, filters: dict[str, float]) -> None:
+    """Divided by them, logits would be infinite in fp32."""
+    logits, uniform = torch.stack([1000 * LOGITS.roll(shift) for shift in range(6)]), torch.linspace(0, 0.999, 6)
+    how = Sampling(temperature=temperature, **filters)  # type: ignore[arg-type]
+    assert pick(logits, how, uniform).tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_the_largest_uniform_number_reaches_an_allowed_token() -> None:
     almost_one = torch.tensor([1 - 2**-24])
     how = Sampling(temperature=1.0, top_k=None, min_p=0.5)

@@ -6,17 +6,20 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from angpt.errors import UserError
 from angpt.inference.generate import Text
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.folded import Folded
 from angpt.serving.limits import Limits
+from angpt.serving.protocol import Refused
+from angpt.serving.scheduler import Piece
 from angpt.serving.server import Server
 from tests.serving.conftest import CONTEXT, TOKENIZER, Running, serving
 
@@ -361,6 +364,29 @@ def test_a_model_that_fails_ends_the_server(model: Folded) -> None:
         assert (status, found["error"]["message"]) == (500, "the model has failed; the server is stopping")
         running.thread.join(60)
         assert isinstance(running.server.scheduler.failure, RuntimeError)
+
+
+def test_a_client_may_be_gone_when_its_stream_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+
+    class Gone:
+        def __init__(self, headers: object) -> None: ...
+
+        async def prepare(self, request: object) -> None: ...
+
+        async def write(self, data: bytes) -> None:
+            written.append(data)
+            raise ConnectionResetError
+
+    async def failing() -> AsyncIterator[tuple[int, Piece]]:
+        raise Refused(500, "the model has failed")
+        yield
+
+    monkeypatch.setattr(web, "StreamResponse", Gone)
+    asyncio.run(Server.stream(None, None, None, failing(), False))  # type: ignore[arg-type]
+    assert [json.loads(data.removeprefix(b"data: "))["error"]["message"] for data in written] == [
+        "the model has failed"
+    ]
 
 
 def test_a_mistake_of_the_server_is_logged_and_told(

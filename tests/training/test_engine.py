@@ -14,6 +14,7 @@ from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
 from angpt.models.float8 import float8_linears
 from angpt.training.engine import Engine
+from angpt.training.hardware import FP8
 from tests.optim.test_adam import batches, tiny
 
 CONFIG = OptimizerConfig(weight_decay=0.0)
@@ -154,11 +155,14 @@ def test_compiled_is_eager(architecture, recompute):
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+in_both_precisions = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "fp8"])
 
 
-def on_gpu(architecture, passes=1):
+def on_gpu(architecture, dtype, passes=1):
     """An engine that has made a pass, so that nothing is left to be compiled; and batches."""
-    engine = Engine(tiny(architecture).cuda(), CONFIG, torch.bfloat16, compiled=True)
+    if dtype == E4M3 and torch.cuda.get_device_capability() < FP8:
+        pytest.skip("the GPU has no products in 8 bits")
+    engine = Engine(tiny(architecture).cuda(), CONFIG, dtype, compiled=True)
     steps = [batch.map(Tensor.cuda) for batch in batches(6)]
     engine.backward(steps[0], 4 // passes)
     engine.optimizer.zero_grad()
@@ -176,44 +180,49 @@ def trained(engine, steps, passes=1, between=lambda: None):
     return torch.tensor(ends)
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=2e-3, atol=0)  # attention sums in any order
+def close(found, expected, dtype):
+    """Attention sums in any order. Where bf16 then rounds otherwise, e4m3 may, by up to 6 %: on the CPU, with attention
+    off by one rounding in places, norms of gradients in fp8 were off by up to 12 times as much as in bf16."""
+    torch.testing.assert_close(found, expected, rtol=2e-2 if dtype == E4M3 else 2e-3, atol=0)
 
 
 @needs_gpu
+@in_both_precisions
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("architecture", ["gpt+", "ngpt", "angpt"])
-def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, monkeypatch):
-    expected = trained(*on_gpu(architecture, passes), passes)
-    engine, steps = on_gpu(architecture, passes)
+def test_a_recorded_pass_trains_as_the_pass_does(architecture, passes, dtype, monkeypatch):
+    expected = trained(*on_gpu(architecture, dtype, passes), passes)
+    engine, steps = on_gpu(architecture, dtype, passes)
     engine.record(steps[0].rows(0, 4 // passes))
     assert engine.recorded is not None
     monkeypatch.setattr(engine.compute, "forward", None)  # from here on, the graph alone
-    close(trained(engine, steps, passes), expected)
+    close(trained(engine, steps, passes), expected, dtype)
 
 
 @needs_gpu
+@in_both_precisions
 @pytest.mark.parametrize("architecture", ["gpt+", "angpt"])
-def test_what_is_computed_between_recorded_passes_does_not_disturb_them(architecture):
-    expected = trained(*on_gpu(architecture))
-    engine, steps = on_gpu(architecture)
+def test_what_is_computed_between_recorded_passes_does_not_disturb_them(architecture, dtype):
+    expected = trained(*on_gpu(architecture, dtype))
+    engine, steps = on_gpu(architecture, dtype)
     engine.record(steps[0])
     numbers = torch.arange(steps[0].inputs.shape[1], device="cuda").expand_as(steps[0].inputs) // 5
     masked = Batch(steps[0].inputs, steps[0].targets, numbers)
 
     def between():
         assert not engine.recorded.fits(masked)
-        plain = low_precision(engine.model, torch.bfloat16)
+        plain = low_precision(engine.model, dtype)
         for batch in (masked, steps[0].rows(0, 2)):  # of another kind, of another size
             assert engine.loss(batch).item() == pytest.approx(plain(*batch).item(), rel=1e-2)
 
-    close(trained(engine, steps, between=between), expected)
+    close(trained(engine, steps, between=between), expected, dtype)
 
 
 @needs_gpu
-def test_training_goes_on_where_no_graph_can_be_made(monkeypatch):
-    expected = trained(*on_gpu("angpt"))
-    engine, steps = on_gpu("angpt")
+@in_both_precisions
+def test_training_goes_on_where_no_graph_can_be_made(dtype, monkeypatch):
+    expected = trained(*on_gpu("angpt", dtype))
+    engine, steps = on_gpu("angpt", dtype)
     forward = engine.compute.forward
 
     def waits(*args):
@@ -224,4 +233,4 @@ def test_training_goes_on_where_no_graph_can_be_made(monkeypatch):
     with pytest.warns(UserWarning, match="without a CUDA graph"):
         engine.record(steps[0])
     assert engine.recorded is None
-    close(trained(engine, steps), expected)
+    close(trained(engine, steps), expected, dtype)

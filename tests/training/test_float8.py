@@ -1,5 +1,9 @@
 """Runs in 8 bits: what they record, and where they are refused."""
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,11 +11,13 @@ from angpt.errors import UserError
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3
 from angpt.models.float8 import float8_linears
+from angpt.training.engine import recompute_blocks
 from angpt.training.hardware import check_precision
 from angpt.training.launch import start
 from angpt.training.layers import float8_scalars
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
+from experiments import fp8
 from tests.optim.test_adam import batches, tiny
 from tests.training.conftest import small
 
@@ -52,14 +58,18 @@ def test_records_do_not_change_a_run(data, tmp_path, architecture):
         assert all(x == 0 for name in names if name.endswith("input_saturated") for x in record[name])
 
 
-def test_what_is_recorded():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_recorded(recompute):
     """Against counts of the converted numbers, layer by layer, at scales that saturate some and lose others."""
     compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    if recompute:
+        recompute_blocks(compute, compiled=False)
     seen = {}
     for name, part in float8_linears(compute):
         part.x_scale = torch.tensor(2.0 ** (14 if name.endswith("W_qkv") else -4))
         part.register_forward_pre_hook(lambda part, args, name=name: seen.update({name: args[0].detach()}))
     found = float8_scalars(compute, batch)
+    assert {len(values) for values in found.values()} == {2}
     assert all(p.grad is None for p in compute.parameters())
     assert all(part.observer is None for _, part in float8_linears(compute))
     for name, part in float8_linears(compute):
@@ -75,10 +85,55 @@ def test_what_is_recorded():
     assert min(found["W_d_input_zero"]) > 0.1
 
 
-def test_gradients_are_recorded_from_the_first_layer_to_the_last():
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_recorded_from_the_first_layer_to_the_last(recompute):
     compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    if recompute:
+        recompute_blocks(compute, compiled=False)
     with torch.no_grad():
         compute.blocks[1].alpha_m.stored.zero_()  # no gradient reaches the MLP of the last layer
     found = float8_scalars(compute, batch)
     assert found["W_d_gradient_zero"][1] == 0
     assert found["W_d_gradient_kurtosis"][0] > 1
+
+
+def test_records_of_a_compiled_model_do_not_recompile_it():
+    """A model that was compiled before its first record, as in a run that resumes, keeps its code."""
+    compute, batch = low_precision(tiny("angpt"), E4M3), next(batches(1))
+    for block in compute.blocks:
+        block.compile(backend="eager", dynamic=False)
+    compute(*batch)
+    float8_scalars(compute, batch)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compute(*batch)
+
+
+def test_the_table_of_the_experiment_names_runs_that_diverged(data, tmp_path, monkeypatch, capsys):
+    """And does not start them again."""
+    calls = []
+
+    def train(arguments):
+        given = (arguments[arguments.index(name) + 1] for name in ("--out", "--seed", "--precision"))
+        out, seed, precision = Path(next(given)), int(next(given)), next(given)
+        calls.append(out.name)
+        start(small(data, seed=seed, precision=precision, record_fp8=precision == "fp8", layers_every=4), out, Quiet())
+        if out.name == "angpt-fp8-s1":
+            run = Run.open(out)
+            run.write_summary(replace(run.summary(), status="diverged"))
+            sys.exit(4)
+
+    monkeypatch.setattr("angpt.cli.main.main", train)
+    monkeypatch.setattr(fp8, "ARCHITECTURES", ("angpt",))
+    for _ in range(2):
+        fp8.compare(tmp_path, [])
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+        head, _, first, second, third, mean = rows
+        assert float(first[3]) - float(first[2]) == pytest.approx(float(first[4]), abs=2e-4)
+        assert second[3:6] == ["diverged", "", ""]
+        assert mean[1] == "mean, standard error of 2"
+        assert float(mean[4].split()[0]) == pytest.approx((float(first[4]) + float(third[4])) / 2, abs=2e-4)
+        records = [r for r in Run.open(tmp_path / "angpt-fp8-s0").records() if r["kind"] == "fp8"]
+        most = max(max(r[name]) for r in records for name in r if name.endswith("_saturated"))
+        assert float(first[6].split()[0]) == pytest.approx(most, rel=0.1)
+        assert {len(row) for row in rows} == {len(head)}
+    assert len(calls) == 6

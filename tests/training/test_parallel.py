@@ -89,23 +89,24 @@ def on_ranks(cases):
         return [losses_and_norms(case, strategy) for case in cases]
 
 
-def compare(case, answers, rel=1e-5):
+def compare(case, answers, rel, norms_rel):
     alone = replace(case, compiled=False, recompute=False)
     losses, norms, _, parameters = losses_and_norms(alone, SingleProcess())
     assert losses[-1] < 0.9 * losses[0]
     assert max(norms) > 0.3  # clipping takes part
     for ours in answers:
         assert ours[0] == pytest.approx(losses, rel=rel)
-        assert ours[1] == pytest.approx(norms, rel=100 * rel)
+        assert ours[1] == pytest.approx(norms, rel=norms_rel)
         assert ours[2] < 1e-6
         for name, p in parameters.items() if rel < 1e-4 else ():
             np.testing.assert_allclose(ours[3][name], p, rtol=0, atol=1e-2, err_msg=name)
 
 
-def check(size, cases, rel=1e-5):
+def check(size, cases, rel=1e-5, norms_rel=1e-3):
+    """`norms_rel`: tolerance of the norms of gradients, which depend on the parameters more than losses do."""
     answers = spread(on_ranks, size, cases)
     for i, case in enumerate(cases):
-        compare(case, [answer[i] for answer in answers], rel)
+        compare(case, [answer[i] for answer in answers], rel, norms_rel)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -164,16 +165,25 @@ def test_recomputed_blocks(strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("wide_reduce", [False, True])
 def test_bf16(strategy, wide_reduce):
-    """Products in bf16 on parameters in fp32; sums over ranks round in bf16, or not at all."""
+    """Products in bf16 on parameters in fp32; sums over ranks round in bf16, or not at all.
+
+    Tolerances are about five times what was seen: 0.1 % of losses, 0.5 % of norms.
+    """
     cases = [Case("angpt", strategy, torch.bfloat16, m, wide_reduce=wide_reduce) for m in (8, 2)]
-    check(2, cases, rel=0.02)
+    check(2, cases, rel=0.005, norms_rel=0.025)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_8_bits(strategy):
-    """With DDP the optimizer writes matrices in e4m3; with FSDP they are gathered in bf16 and converted."""
-    check(2, [Case(a, strategy, E4M3, m) for a, m in (("angpt", 8), ("angpt", 2), ("gpt+", 8), ("ngpt", 8))], rel=0.02)
+    """With DDP the optimizer writes matrices in e4m3; with FSDP they are gathered in bf16 and converted.
+
+    Tolerances are about twice what was seen with FSDP, 0.9 % of losses and 4.3 % of norms: there matrices are rounded
+    twice.
+    """
+    cases = [Case(a, strategy, E4M3, m) for a, m in (("angpt", 8), ("angpt", 2), ("gpt+", 8), ("ngpt", 8))]
+    cases += [Case("angpt", strategy, E4M3, recompute=True), Case("angpt", strategy, E4M3, optimizer="muon")]
+    check(2, cases, rel=0.02, norms_rel=0.1)
 
 
 @pytest.mark.slow
