@@ -70,8 +70,11 @@ def _read_files(
     with ThreadPoolExecutor(available_cores()) as pool:
         found = list(pool.map(lambda file: _read(file[0], file[1], dtype), files))
     new = {path.name: (versions[path.name], *read) for (path, _), read in zip(files, found, strict=True)}
+    before = _remembered(folder)
+    if before | new == before:  # a process that is killed while it writes leaves work for the next one, which cleans up
+        return new
     try:
-        _remember(folder, _remembered(folder) | new)
+        _remember(folder, before | new)
     except (OSError, RuntimeError) as error:
         console.print(f"note: {folder}: that its tokens are verified cannot be remembered ({error})")
     return new

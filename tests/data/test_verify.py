@@ -111,6 +111,15 @@ def test_what_a_killed_process_left_is_removed(folder, reads):
     assert not left.exists()
 
 
+def test_what_is_known_is_not_written_again(folder, reads):
+    """A process that is killed while it writes leaves a temporary file, which the next one removes that has to read."""
+    open_both(folder)
+    before, files = (folder / verify.VERIFIED).stat(), sorted(folder.glob("*.bin"))
+    verify.contents([(path, 0) for path in files], np.dtype("<u2"), again=True)
+    assert len(reads) == 2 * len(files)
+    assert (folder / verify.VERIFIED).stat().st_ino == before.st_ino
+
+
 def test_processes_at_once_read_files_once(folder, reads):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: open_both(folder), range(4)))

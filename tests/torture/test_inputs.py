@@ -49,7 +49,7 @@ COMMANDS = {
     "bench optimizer": ("--rounds", "1", "--architectures", "angpt"),
     "bench moments": ("32M:1", *SMALL),
     "bench data": ("data", "--context", "16", "--rounds", "1"),
-    "bench decode": ("--batches", "1", "--prompt", "4", "--tokens", "2", "--rounds", "1", "--no-transformers"),
+    "bench decode": ("--batches", "1", "--prompts", "4", "--tokens", "2", "--rounds", "1", "--no-transformers"),
 }
 """Arguments with which each command succeeds quickly. (`train ` continues a run.)"""
 
