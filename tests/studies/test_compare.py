@@ -315,6 +315,7 @@ def test_diverged_runs_are_data(data, tmp_path, capsys):
         ({"architectures": ("gpt+", "gpt+")}, "architectures = gpt+, gpt+ names one twice"),
         ({"architectures": ()}, "architectures: name at least one"),
         ({"lrs": {"ngtp": 1.0}}, "lrs: ngtp is not among"),
+        ({"architectures": ("gpt+", "ngtp")}, "unknown architecture 'ngtp': did you mean ngpt"),
         ({"tune": -1}, "tune = -1"),
         ({"baseline_budgets": ("4096",)}, "baseline_budgets: must be larger than 4.096k"),
     ],
