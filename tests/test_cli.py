@@ -256,7 +256,7 @@ def test_text_is_never_markup(capsys, tmp_path):
         (("compare", "--model.architecture", "x"), "unknown option --model.architecture: did you mean --architectures"),
         (("compare", "--seed", "1"), "unknown option --seed: did you mean --seeds? (see angpt compare --help)"),
         (("compare", "--optimizer.lr", "1"), "unknown option --optimizer.lr: did you mean --lrs? (see angpt compare"),
-        (("compare", "--optimizer", "muon"), "unknown option --optimizer: did you mean --architectures? (see angpt"),
+        (("compare", "--optimizer", "muon"), "unknown option --optimizer: did you mean --architectures angpt:muon? (s"),
         (("compare", "--tokens", "1M", "--budgets", "2M"), "--tokens and --budgets both set the budgets; give one"),
         (("train", "-arch", "gpt+"), "unknown option -arch: did you mean --arch? (see angpt train --help)"),
         (("train", "--archs", "gpt+"), "unknown option --archs: did you mean --arch? (see angpt train --help)"),

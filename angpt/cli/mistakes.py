@@ -24,9 +24,10 @@ MEANT = {
     "block-size": "--context",
     "seq-len": "--context",
     "sequence-length": "--context",
-    "optimizer": "--architectures",
+    "optimizer": "--architectures angpt:muon",
+    "optimizer.name": "--architectures angpt:muon",
 }
-"""What other programs call an option."""
+"""What other programs and commands call an option."""
 
 
 def parser_message(panel: str, command: Sequence[str], options_of: Options) -> str:
@@ -85,7 +86,7 @@ def _similar(option: str, known: Iterable[str]) -> str:
             return f": give {argument} without an option"
     names = {other: other.removeprefix("--") for other in known if not other.isupper()}
     near = [other for other, name in names.items() if name.rpartition(".")[2] == last]
-    near = near or [other for other in names if other == MEANT.get(word)]
+    near = near or [text for text in (MEANT.get(word, ""),) if text.partition(" ")[0] in names]
     near = near or [other for other, name in names.items() if len(last) > 1 and name.startswith(last.rstrip("s"))]
     if not near:
         near = difflib.get_close_matches(f"--{word}", names, n=2, cutoff=0.7)
