@@ -117,6 +117,13 @@ def test_factors(capsys):
     assert "ν_qkv" in out
 
 
+def test_a_figure_of_factors_without_matplotlib_is_told_first(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("angpt.analysis.factor_report.factor_tables", lambda *_: pytest.fail("estimates first"))
+    said = (2, "", "error: this needs matplotlib: pip install 'angpt[report]'\n")
+    assert call(capsys, "factors", "--figure", "x.png") == said
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -201,6 +201,8 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         raise UserError(f"draws must be at least 1, not {draws}")
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{figure}: a figure must be a .png, .svg or .pdf file")
+    if figure is not None:
+        import matplotlib  # noqa: F401  # here, so that a missing package is told before the estimate
     show(terminal(), *factor_tables(ModelConfig.size(size), draws, seed))
     if figure is not None:
         draw_concentration(figure, seed)
