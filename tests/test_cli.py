@@ -117,6 +117,13 @@ def test_factors(capsys):
     assert "ν_qkv" in out
 
 
+def test_a_figure_of_factors_without_matplotlib_is_told_first(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("angpt.analysis.factor_report.factor_tables", lambda *_: pytest.fail("estimates first"))
+    said = (2, "", "error: this needs matplotlib: pip install 'angpt[report]'\n")
+    assert call(capsys, "factors", "--figure", "x.png") == said
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -248,6 +255,31 @@ def test_text_is_never_markup(capsys, tmp_path):
     [
         (("models", "angtp"), "unknown architecture 'angtp': did you mean angpt"),
         (("factors", "--size", "33M"), "unknown size '33M': did you mean 32M"),
+        (("generate", "x", "--prompt", "y"), "unknown option --prompt: give PROMPTS without an option (see angpt gen"),
+        (("data", "info", "x", "--path=x"), "unknown option --path=x: give PATH without an option (see angpt"),
+        (("generate", "x", "--temp", "1"), "unknown option --temp: did you mean --temperature? (see angpt generate"),
+        (("compare", "--archs", "gpt+"), "unknown option --archs: did you mean --architectures? (see angpt compare"),
+        (("compare", "--arch", "gpt+"), "unknown option --arch: did you mean --architectures? (see angpt compare"),
+        (("compare", "--model.architecture", "x"), "unknown option --model.architecture: did you mean --architectures"),
+        (("compare", "--seed", "1"), "unknown option --seed: did you mean --seeds? (see angpt compare --help)"),
+        (("compare", "--optimizer.lr", "1"), "unknown option --optimizer.lr: did you mean --lrs? (see angpt compare"),
+        (("compare", "--optimizer", "muon"), "unknown option --optimizer: did you mean --architectures angpt:muon? (s"),
+        (("compare", "--tokens", "1M", "--budgets", "2M"), "--tokens and --budgets both set the budgets; give one"),
+        (("train", "-arch", "gpt+"), "unknown option -arch: did you mean --arch? (see angpt train --help)"),
+        (("train", "--archs", "gpt+"), "unknown option --archs: did you mean --arch? (see angpt train --help)"),
+        (("train", "--steps", "3"), "unknown option --steps: did you mean --tokens? (see angpt train --help)"),
+        (("train", "--epochs", "3"), "unknown option --epochs: did you mean --tokens? (see angpt train --help)"),
+        (("train", "--layers", "3"), "unknown option --layers: did you mean --model.n-layers? (see angpt train"),
+        (("train", "--vocab", "3"), "unknown option --vocab: did you mean --model.vocab-size? (see angpt train"),
+        (("train", "--batch_size", "3"), "unknown option --batch_size: did you mean --batch? (see angpt train --help)"),
+        (("train", "-3"), "unexpected '-3' (see angpt train --help)"),
+        (("version",), "unknown command 'version': did you mean --version? (see angpt --help)"),
+        (("export", "runs/x"), "unknown command 'runs/x': did you mean angpt export hf runs/x? (see angpt export"),
+        (("export", "fh"), "unknown command 'fh': did you mean hf? (see angpt export --help)"),
+        (("help", "trian"), "unknown command 'trian': did you mean train? (see angpt --help)"),
+        (("help", "study", "rnu"), "unknown command 'rnu': did you mean run? (see angpt study --help)"),
+        (("trian", "--help"), "unknown command 'trian': did you mean train? (see angpt --help)"),
+        (("report", "nosuch"), "nosuch: no run folder (it does not exist)"),
         (("models", "--contxt", "3"), "unknown option --contxt: did you mean --context? (see angpt models --help)"),
         (("train", "--d_model", "3"), "unknown option --d_model: did you mean --model.d-model? (see angpt train"),
         (("train", "--learning-rate", "3"), "unknown option --learning-rate: did you mean --lr?"),

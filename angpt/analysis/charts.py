@@ -103,12 +103,13 @@ def norms(analysis: Analysis) -> Chart | Absent:
     )
 
 
-def block_lines(ax: Axes, run: str, found: Norms, name: str, look: Look, **style: Any) -> None:
-    """A value of each layer's attention as a solid line, and of its MLP as a dashed one."""
+def block_lines(ax: Axes, run: str, found: Norms, name: str, look: Look, listed: bool = False, **style: Any) -> None:
+    """A value of each layer's attention as a solid line, and of its MLP as a dashed one, by names of their own if
+    `listed`."""
     for blocks, dash, what in ((found.attention, "-", "attention"), (found.mlp, SHORT_DASHES, "MLP")):
         values = [getattr(b, name) or float("nan") for b in blocks]
         ax.plot(range(1, len(blocks) + 1), values, look.marker, ls=dash, color=look.color,
-                label=unlisted(run, what), **style)  # fmt: skip
+                label=f"{run}, {what}" if listed else unlisted(run, what), **style)  # fmt: skip
 
 
 def gamma(analysis: Analysis) -> Chart | Absent:
@@ -126,7 +127,7 @@ def gamma(analysis: Analysis) -> Chart | Absent:
             for name, dash, what in (("norm_a", "-", "attention"), ("norm_m", SHORT_DASHES, "MLP")):
                 axes[0].plot(layers, found.gamma[name], look.marker, ls=dash, color=look.color, ms=5,
                              label=f"{run.label}, {what}")  # fmt: skip
-            block_lines(axes[1], run.label, found, "stream", look, ms=5)
+            block_lines(axes[1], run.label, found, "stream", look, listed=True, ms=5)
         axes[0].set(title="Length of γ", ylabel="‖γ‖")
         axes[1].set(title="Stream that the norm sees", ylabel="length of h")
         plain_log_axis(axes[1])

@@ -122,7 +122,7 @@ def gamma(gpt: Norms) -> Claim | None:
     found = correlation(gpt.gamma["norm_a"], stream_means(gpt)[:-1])
     return Claim(
         "γ of GPT+ grows slightly with the norm of the stream.",
-        "the correlation over layers is above 0.5",
+        "the correlation of γ_a, that before attention, with it over layers is above 0.5",
         f"γ_a: correlation {number(found, 2)} over {len(gpt.attention)} layers.",
         found is not None and found > 0.5,
     )

@@ -8,7 +8,7 @@ import io
 import re
 import shutil
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache, partial
 from itertools import pairwise
 from typing import Annotated, Any, TextIO, cast, get_type_hints
@@ -26,7 +26,14 @@ from tyro.constructors import (
 from angpt.config import TrainConfig
 from angpt.serialization import INTEGERS, shown
 
-REGISTRY = ConstructorRegistry()
+
+def registry(hidden: Collection[str] = ()) -> ConstructorRegistry:
+    """The rules of the parser. Fields that are `hidden`, such as TrainConfig.seed, are no options."""
+    rules = ConstructorRegistry()
+    rules.struct_rule(partial(dataclass_rule, hidden=hidden))
+    rules.struct_rule(box_rule)
+    rules.primitive_rule(int_rule)
+    return rules
 
 
 def default_hint(value: str) -> str:
@@ -49,8 +56,7 @@ GROUPS = {
 """Settings of a training run that have a box of their own in the help, by its title. Their names stay as they are."""
 
 
-@REGISTRY.struct_rule
-def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+def dataclass_rule(info: StructTypeInfo, hidden: Collection[str]) -> StructConstructorSpec | None:
     """The fields of a configuration class of this package as options."""
     cls = info.type
     if not dataclasses.is_dataclass(cls) or not cls.__module__.startswith("angpt."):
@@ -64,6 +70,8 @@ def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         else:
             default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
         annotation: Any = Annotated[types[field.name], HINT]
+        if f"{cls.__name__}.{field.name}" in hidden:
+            annotation = Annotated[annotation, tyro.conf.Suppress]
         options[field.name] = StructFieldSpec(field.name, annotation, default, partial(field_help, cls, field.name))
     if cls is TrainConfig:
         return _in_boxes(options)
@@ -76,7 +84,6 @@ class Box(dict[str, Any]):
     options: tuple[StructFieldSpec, ...] = ()
 
 
-@REGISTRY.struct_rule
 def box_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
     cls: Any = info.type
     is_box = isinstance(cls, type) and issubclass(cls, Box)
@@ -98,7 +105,6 @@ def _in_boxes(options: dict[str, StructFieldSpec]) -> StructConstructorSpec:
     return StructConstructorSpec(make, (*options.values(), *fields))
 
 
-@REGISTRY.primitive_rule
 def int_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
     """Whole numbers that fit NumPy and PyTorch, as in files."""
     if info.type is not int:

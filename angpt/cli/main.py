@@ -20,11 +20,11 @@ from angpt.cli.analysis import analyze
 from angpt.cli.data import info, prepare
 from angpt.cli.evaluation import evaluate
 from angpt.cli.fits import hparams, scaling
-from angpt.cli.help import REGISTRY, Page, bound, first_paragraph
+from angpt.cli.help import Page, bound, first_paragraph, registry
 from angpt.cli.inference import export_hf, fold_command, generate_command, import_hf
 from angpt.cli.mistakes import parser_message
 from angpt.cli.serving import serve_command
-from angpt.cli.studies import compare_command, report, study_plan, study_run, study_status
+from angpt.cli.studies import SET_BY_COMPARISON, compare_command, report, study_plan, study_run, study_status
 from angpt.cli.train import train_command
 from angpt.config import PRESETS, ModelConfig
 from angpt.errors import UserError, explain, one_line
@@ -85,11 +85,13 @@ def parse(args: Sequence[str]) -> Callable[[], None]:
     """The command that the arguments name, with its options bound. The parser's error becomes one line."""
     panel, page = io.StringIO(), Page(sys.stdout)
     args = [*args[1:], "--help"] if args[:1] == ["help"] else args
-    app, asked = make_app(args)
+    app, asked, complete = make_app(args)
+    if not complete and (next_word := args[len(asked) :][:1]) and not next_word[0].startswith("-"):
+        args = [*asked, *next_word]  # an unknown command is an error, also where help is asked for
     try:
         with contextlib.redirect_stderr(panel), contextlib.redirect_stdout(page):
             options: dict[str, Any] = {"prog": "angpt", "description": DESCRIPTION, "config": MARKERS}
-            options["registry"] = REGISTRY
+            options["registry"] = registry(SET_BY_COMPARISON if asked == ["compare"] else ())
             command: Callable[[], None] = app.cli(args=args or ["--help"], **options)
             return command
     except SystemExit as end:
@@ -100,11 +102,12 @@ def parse(args: Sequence[str]) -> Callable[[], None]:
 
 
 def _options_of(command: Sequence[str]) -> set[str]:
-    """The options of a command, read off its help."""
+    """The options of a command, and in capitals its arguments without one, read off its help."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
         parse([*command, "--help"])
-    return set(re.findall(r"--[a-z](?:[-.]?[a-z0-9]+)*", page.getvalue()))
+    arguments = re.findall(r"^  \[?([A-Z]{2,})\]?(?:  |$)", page.getvalue(), flags=re.MULTILINE)
+    return {*arguments, *re.findall(r"--[a-z](?:[-.]?[a-z0-9]+)*", page.getvalue())}
 
 
 def _interrupted(error: BaseException) -> bool:
@@ -198,6 +201,8 @@ def factors(size: str = "0.5B", draws: int = 16, seed: int = 0, figure: Path | N
         raise UserError(f"draws must be at least 1, not {draws}")
     if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"{figure}: a figure must be a .png, .svg or .pdf file")
+    if figure is not None:
+        import matplotlib  # noqa: F401  # here, so that a missing package is told before the estimate
     show(terminal(), *factor_tables(ModelConfig.size(size), draws, seed))
     if figure is not None:
         draw_concentration(figure, seed)
@@ -240,11 +245,12 @@ def commands(args: Sequence[str]) -> dict[str, Callable[..., None] | tuple[str, 
     }
 
 
-def make_app(args: Sequence[str]) -> tuple[SubcommandApp, list[str]]:
-    """The parser, and the words of the command that the arguments name. A list of commands shows the first paragraph
-    of a command's documentation, its own help all of it."""
+def make_app(args: Sequence[str]) -> tuple[SubcommandApp, list[str], bool]:
+    """The parser, the words of the command that the arguments name, and whether these are all the words of a command.
+    A list of commands shows the first paragraph of a command's documentation, its own help all of it."""
     app, known = SubcommandApp(), commands(args)
     asked = [word for word in args[:1] if word in known]
+    complete = bool(asked) and not isinstance(known[asked[0]], tuple)
     for name, entry in known.items():
         if not isinstance(entry, tuple):
             app.command(name=name, help=None if [name] == asked else first_paragraph(entry))(bound(entry))
@@ -254,5 +260,6 @@ def make_app(args: Sequence[str]) -> tuple[SubcommandApp, list[str]]:
         for inner, command in members.items():
             group.command(name=inner, help=None if inner == verb else first_paragraph(command))(bound(command))
         app.command(group, name=name, help=text)
-        asked += [verb] if verb in members else []
-    return app, asked
+        if verb in members:
+            asked, complete = [name, verb], True
+    return app, asked, complete

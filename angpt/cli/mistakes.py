@@ -7,7 +7,27 @@ from collections.abc import Callable, Iterable, Sequence
 from angpt.errors import nearest
 
 Options = Callable[[Sequence[str]], set[str]]
-"""The options of a command, given by its words, such as ["data", "prepare"]."""
+"""The options of a command and, in capitals, its arguments without one, given by its words: ["data", "prepare"]."""
+MEANT = {
+    "epochs": "--tokens",
+    "iterations": "--tokens",
+    "max-steps": "--tokens",
+    "steps": "--tokens",
+    "max-new-tokens": "--tokens",
+    "model": "--arch",
+    "depth": "--model.n-layers",
+    "layers": "--model.n-layers",
+    "heads": "--model.n-heads",
+    "hidden-size": "--model.d-model",
+    "width": "--model.d-model",
+    "vocab": "--model.vocab-size",
+    "block-size": "--context",
+    "seq-len": "--context",
+    "sequence-length": "--context",
+    "optimizer": "--architectures angpt:muon",
+    "optimizer.name": "--architectures angpt:muon",
+}
+"""What other programs and commands call an option."""
 
 
 def parser_message(panel: str, command: Sequence[str], options_of: Options) -> str:
@@ -29,8 +49,8 @@ def _reworded(problem: str, available: str | None, command: Sequence[str], optio
         words = re.sub(r" \(applied to .*?\)", "", unknown[1].partition(" Arguments are applied")[0])
         name = re.split(", | ", words)[0]
         if available is not None and not name.startswith("-"):
-            return f"unknown command {name!r}: {nearest(name, available.split(', '))}"
-        if not name.startswith("--"):
+            return f"unknown command {name!r}: {_similar_command(name, available.split(', '), command, options_of)}"
+        if not re.match("-{1,2}[A-Za-z]", name):
             return f"unexpected {name!r}"
         return f"unknown option {name}{_similar(name, options_of(command))}"
     if bad := re.match(r"Error parsing ([^ /:]+).*?(?:to float|with base 10): ('.*')", problem):
@@ -48,12 +68,28 @@ def _reworded(problem: str, available: str | None, command: Sequence[str], optio
     return problem
 
 
+def _similar_command(name: str, known: Sequence[str], command: Sequence[str], options_of: Options) -> str:
+    """What follows an unknown command: an option of its name, the only command there is, or those spelled like it."""
+    if f"--{name}" in options_of(command):
+        return f"did you mean --{name}?"
+    if len(known) == 1 and not difflib.get_close_matches(name, known, cutoff=0.5):
+        return f"did you mean {' '.join(('angpt', *command, *known))} {name}?"
+    return nearest(name, known)
+
+
 def _similar(option: str, known: Iterable[str]) -> str:
-    """What follows an unknown option: those that end like it, are spelled like it, or abbreviate it."""
-    name = option.partition("=")[0].replace("_", "-")
-    known = sorted(known)
-    near = [other for other in known if other.rpartition(".")[2] == name.removeprefix("--")]
-    near += difflib.get_close_matches(name, known, n=2, cutoff=0.7)
-    initials = "--" + "".join(word[0] for word in re.findall("[a-z]+", name))  # --learning-rate: --lr
-    near += [other for other in known if other == initials]
-    return f": did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    """What follows an unknown option: what it names, or the options that it begins, is spelled like or abbreviates."""
+    word = option.partition("=")[0].replace("_", "-").lstrip("-").lower()
+    last, known = word.rpartition(".")[2], sorted(known)
+    for argument in known:
+        if argument.isupper() and argument.lower().rstrip("s") == word.rstrip("s"):
+            return f": give {argument} without an option"
+    names = {other: other.removeprefix("--") for other in known if not other.isupper()}
+    near = [other for other, name in names.items() if name.rpartition(".")[2] == last]
+    near = near or [text for text in (MEANT.get(word, ""),) if text.partition(" ")[0] in names]
+    near = near or [other for other, name in names.items() if len(last) > 1 and name.startswith(last.rstrip("s"))]
+    if not near:
+        near = difflib.get_close_matches(f"--{word}", names, n=2, cutoff=0.7)
+        initials = "--" + "".join(part[0] for part in re.findall("[a-z]+", word))  # --learning-rate: --lr
+        near += [other for other in names if other == initials]
+    return f": did you mean {' or '.join(dict.fromkeys(near[:3]))}?" if near else ""

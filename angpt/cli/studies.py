@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from angpt.api import StudyOutcome
     from angpt.results import Result
 
+SET_BY_COMPARISON = ("ModelConfig.architecture", "OptimizerConfig.lr", "OptimizerConfig.name", "TrainConfig.seed")
+"""Settings of a run that `angpt compare` does not take: it has --architectures, --lrs and --seeds."""
+
 
 def compare_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on the arguments that it will be called with."""
@@ -56,6 +59,8 @@ def compare_command(args: Sequence[str]) -> Callable[..., None]:
         from angpt.data.shards import INDEX
         from angpt.studies.study import FILE, STUDIES
 
+        if settings.budgets and any(word.partition("=")[0] == "--tokens" for word in args):
+            raise UserError("--tokens and --budgets both set the budgets; give one of them")
         folder = out or STUDIES / (size_name(preset) if preset else config.stem if config else "laptop")
         if not (folder / FILE).exists() and settings.train.data.path == DataConfig.path:
             settings.study()  # finds mistakes first

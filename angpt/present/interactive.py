@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
-from angpt.present.style import EACH_RUN, INK, evenly
+from angpt.present.style import EACH_RUN, INK, SINGLE_RUN, evenly
 
 MOST_LINES = 60
 """Lines of a panel above which those of single runs are left out."""
@@ -29,7 +29,7 @@ def panels_of(figure: Figure) -> list[dict[str, Any]]:
     for ax in figure.axes:
         series = [] if _has_names(ax.yaxis) else [part for line in ax.get_lines() for part in _series(ax, line)]
         if len(series) > MOST_LINES:
-            series = [part for part in series if part["note"] != EACH_RUN]
+            series = [part for part in series if part["note"] not in (EACH_RUN, SINGLE_RUN)]
         if series:
             found.append(
                 {

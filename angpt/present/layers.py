@@ -116,7 +116,9 @@ def row_norms(found: Sequence[LayerHistory]) -> Chart | Absent:
         name="row-norms",
         title=title,
         caption="Mean length of the rows of the weight matrices: embedding W_e, attention W_qkv and W_p, MLP W_uz and "
-        f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which_runs(runs)}",
+        f"W_d, head W_h. Lines: mean over layers; bands: from the lowest layer to the highest. {_which_runs(runs)} "
+        "nGPT keeps the columns of W_p and W_d at length 1 instead of their rows, so that rows of W_d have a length of "
+        "about √(d_ff / d_m), which is 2 unless d_ff is given.",
         alt=f"Line charts, one per architecture. Means over layers at the end of training: {'; '.join(ends)}.",
         **_numbers(runs, list(GROUPS)),
         draw=draw,

@@ -62,7 +62,9 @@ RC: dict[str, Any] = {
 }
 
 EACH_RUN = "each run"
-"""Note of thin lines that show single runs."""
+"""Note of thin lines that show runs whose mean is a line, too."""
+SINGLE_RUN = "single run"
+"""Note of thin lines that show runs of a budget without a mean, so that the page tells their values."""
 
 WIDE, NARROW = 9.6, 3.75
 """Widths in inches: the column of the page on a desktop, and a phone."""

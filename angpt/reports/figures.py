@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import TypeVar
 
 from matplotlib.axes import Axes
@@ -12,6 +13,7 @@ from angpt.present.style import (
     EACH_RUN,
     INK,
     NARROW,
+    SINGLE_RUN,
     WIDE,
     Look,
     fold_legend,
@@ -59,11 +61,13 @@ def loss_curves(study: Material) -> Chart | Absent:
     def draw(narrow: bool) -> Figure:
         figure, axes = panels(2, narrow, columns=2, height=3.5, sharey=not narrow)
         for ax, x in zip(axes, abscissas, strict=True):
-            for architecture, look in style.items():  # one line, with gaps between runs: they may be thousands
-                own = [thinned(run.record.evaluations, most) for run in study.of(architecture)]
+            for architecture, note in product(style, (EACH_RUN, SINGLE_RUN)):
+                look, longer = style[architecture], note == SINGLE_RUN  # longer than any run of the mean
+                mine = [run for run in study.of(architecture) if (run.result.tokens > largest) == longer]
+                own = [thinned(run.record.evaluations, most) for run in mine]
                 points = [point for run in own for point in (*((x(e), e.loss) for e in run), (math.nan, math.nan))]
-                if points:
-                    name = unlisted(label(architecture), EACH_RUN)
+                if points:  # one line, with gaps between runs: they may be thousands
+                    name = unlisted(label(architecture), note)
                     ax.plot(*zip(*points, strict=True), color=look.color, lw=0.8, alpha=0.45, label=name)
             for architecture, curve in means.items():
                 look = style[architecture]
@@ -172,13 +176,15 @@ def budgets(study: Material) -> Chart | Absent:
         return figure
 
     intervals = any(row.val_loss is not None and row.val_loss.low is not None for row in rows)
-    caption = "Validation loss at the end of training" + (", over seeds" if len(study.result.seeds) > 1 else "") + ". "
+    caption = "Validation loss at the end of training"
+    caption += ", mean over seeds. " if len(study.result.seeds) > 1 else ". "
     if kinds:
         caption += f"The speed-up is what {baseline} needs for the same loss, divided by what was used; 1, the dashed "
         caption += "line, is as fast. An open marker with an arrow is a bound: the true value lies in its direction. "
     else:
         caption += "No speed-up is known yet. "
-    caption += "Bars: 95 % confidence intervals." if intervals else "No intervals: there is one seed."
+    spread = "Bars: 95 % confidence intervals, from the spread between seeds pooled over architectures and budgets."
+    caption += spread if intervals else "No intervals: there is one seed."
     return Chart(
         name="budgets",
         title=title,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -63,6 +64,7 @@ def write_page(
 ) -> Path:
     """Write `report.html` and `figures/` into `out`; the path of the page. `tell` is called with each stage of it."""
     tell("reading runs")
+    link, result = partial(_result_uri, result), _sorted(result)
     material = read_material(runs, result)
     sources = open_sources(material)
     evaluations, layers = read_evaluations(material), _histories(material)
@@ -103,7 +105,7 @@ def write_page(
         groups=_groups(result),
         largest=max(map(result.largest_budget, result.sizes)),
         recipes=recipes(material),
-        result_uri=_result_uri(result, figures),
+        result_uri=link(figures),
         style=_asset("uplot/uPlot.min.css") + _asset("style.css"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -130,6 +132,13 @@ def _asset(name: str) -> str:
 def _script() -> str:
     """The one script of the page: uPlot, under its licence, and our use of it."""
     return f"/*\n{_asset('uplot/LICENSE')}\n*/\n{_asset('uplot/uPlot.iife.min.js')}\n{_asset('figures.js')}"
+
+
+def _sorted(result: Result) -> Result:
+    """The result with its runs by budget, then architecture, then seed."""
+    place = {architecture: i for i, architecture in enumerate(result.architectures)}
+    runs = sorted(result.runs, key=lambda run: (run.tokens, place[run.architecture], run.seed))
+    return dataclasses.replace(result, runs=tuple(runs))
 
 
 def _result_uri(result: Result, figures: Path) -> str:

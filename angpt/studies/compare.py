@@ -53,8 +53,8 @@ class Comparison:
             raise UserError("a comparison has several architectures: give --architectures rather than --arch")
         if train.optimizer.name != OptimizerConfig.name:
             raise UserError("give --architectures such as angpt:muon rather than --optimizer.name")
-        model = train.with_recipe(self.architectures[0]).model
-        parameters, _ = count(model)
+        models = [train.with_recipe(name).model for name in self.architectures]
+        model, (parameters, *_) = models[0], [count(model)[0] for model in models]
         whole = parse_budget(train.tokens, parameters)
         budgets = [parse_budget(text, parameters) for text in self.budgets]
         rule = rule_for(self.architectures[0])

@@ -86,7 +86,8 @@ class Run:
     @classmethod
     def open(cls, path: Path) -> Self:
         if not (path / "config.toml").exists():
-            raise UserError(f"{path}: no run folder (it has no config.toml)")
+            why = "it has no config.toml" if path.exists() else "it does not exist"
+            raise UserError(f"{path}: no run folder ({why})")
         return cls(path)
 
     def config(self) -> TrainConfig:

@@ -299,6 +299,36 @@ def test_many_variants_have_different_looks(tmp_path: Path) -> None:
     assert len({found[name].color for name in names[1 : 1 + len(FURTHER)]}) == len(FURTHER)
 
 
+def test_a_longer_run_of_the_baseline_has_values_and_stands_last(tmp_path: Path) -> None:
+    """It answers to the pointer, unlike runs of which the mean is shown; runs are listed by budget first."""
+    results = run_results(budgets=(40_000,))
+    longer = dataclasses.replace(results[0], name="longer", tokens=80_000)
+    results = [longer, *reversed(results)]
+    runs = make_study(tmp_path, results, make_data(tmp_path / "data"))
+    rows = [row for row in make_result(results).rows if row.runs]
+    result = dataclasses.replace(make_result(results), rows=tuple(rows))
+    html = write_report(tmp_path, runs, result, tmp_path / "out", COMMANDS).read_text(encoding="utf-8")
+    for panel in data_of(html, "loss"):
+        notes = [(line["name"], line["note"]) for line in panel["series"]]
+        assert notes.count(("GPT+", "single run")) == 1
+        assert notes.count(("GPT+", "each run")) == 2
+    listed = re.findall(r'<th scope="row">([-\w]+)</th>', html.partition('<table class="runs">')[2])
+    order = {name: i for i, name in enumerate(result.architectures)}
+    expected = sorted(result.runs, key=lambda run: (run.tokens, order[run.architecture], run.seed))
+    assert listed == [run.name for run in expected]
+    assert listed[-1] == "longer"
+
+
+def test_lines_of_commands_break_at_spaces(complete: Written) -> None:
+    """Words with hyphens, after which a line could break, are boxes of their own."""
+    assert "<code>angpt compare <span>--budgets</span> 40k 80k &amp;&amp; echo &lt;done&gt;</code>" in complete.html
+
+
+def test_every_line_of_gamma_has_a_name_of_its_own(complete: Written) -> None:
+    names = [{(line["name"], line["note"]) for line in panel["series"]} for panel in data_of(complete.html, "gamma")]
+    assert names == [{("GPT+, attention", ""), ("GPT+, MLP", "")}] * 2
+
+
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     evil = "angpt/<script>alert('1')</script>\"&$x$"
     results = run_results(["gpt+", evil], [40_000])

@@ -215,7 +215,7 @@ def test_a_comparison_with_muon_from_the_command_to_the_page(data, tmp_path, cap
     main(["report", *(str(job.folder) for job in runs(study)), "--out", str(tmp_path / "page")])
     assert "anGPT with Muon" in (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
     code, text = angpt(capsys, "compare", "--optimizer.name", "muon", "--out", tmp_path / "t")
-    assert (code, "give --architectures such as angpt:muon" in " ".join(text.split())) == (2, True)
+    assert (code, "did you mean --architectures angpt:muon?" in " ".join(text.split())) == (2, True)
 
 
 def test_called_again_it_repeats_nothing(finished):
@@ -315,6 +315,7 @@ def test_diverged_runs_are_data(data, tmp_path, capsys):
         ({"architectures": ("gpt+", "gpt+")}, "architectures = gpt+, gpt+ names one twice"),
         ({"architectures": ()}, "architectures: name at least one"),
         ({"lrs": {"ngtp": 1.0}}, "lrs: ngtp is not among"),
+        ({"architectures": ("gpt+", "ngtp")}, "unknown architecture 'ngtp': did you mean ngpt"),
         ({"tune": -1}, "tune = -1"),
         ({"baseline_budgets": ("4096",)}, "baseline_budgets: must be larger than 4.096k"),
     ],

@@ -3,12 +3,15 @@
 // print, the pictures stay.
 "use strict";
 (() => {
-const EACH_RUN = "each run";
+const EACH_RUN = "each run";      // thin lines, of which the mean is a line, too
+const SINGLE_RUN = "single run";  // thin lines of a budget without a mean
 const REACH = 40;  // pixels from the pointer within which a line shows its nearest value
 const ROWS = 12;   // most values that are shown at once
 const FONT = "12px system-ui, sans-serif";
 
 const color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+const isRun = line => line.note === EACH_RUN || line.note === SINGLE_RUN;
 
 function make(tag, parent, properties = {}) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -125,7 +128,7 @@ class Panel {
   }
 
   series(line, i) {
-    const thin = line.note === EACH_RUN, stroke = () => line.color || color("--ink");
+    const thin = isRun(line), stroke = () => line.color || color("--ink");
     return {
       label: line.name, show: this.on[i], stroke, spanGaps: true, width: line.dots ? 0 : thin ? 0.6 : 2,
       alpha: thin ? 0.5 : 1, dash: line.dash ? [5, 4] : [], paths: line.dots ? () => null : undefined,
@@ -204,7 +207,7 @@ class Panel {
     return (axis === 0 && ticks?.find(tick => isAt(tick[0]))?.[1]) || text(value);
   }
 
-  // The place of a line's value that is nearest to the pointer, if one is near; single runs show none.
+  // The place of a line's value that is nearest to the pointer, if one is near; runs of which the mean is shown have none.
   nearest(i, index) {
     if (i === 0) return index;
     if (this.panel.series[i - 1].note === EACH_RUN) return null;
@@ -268,7 +271,7 @@ class Panel {
 
   hide(hidden) {
     this.panel.series.forEach((line, i) => {
-      const on = !hidden.has(line.name) && !hidden.has(line.note);
+      const on = !hidden.has(line.name) && !(isRun(line) && hidden.has(EACH_RUN));
       if (on === this.on[i]) return;
       this.on[i] = on;
       this.chart?.setSeries(i + 1, {show: on});
@@ -300,7 +303,7 @@ function bringToLife(element) {
   };
   const lines = panels.flatMap(panel => panel.series);
   const names = [...new Map(lines.map(line => [line.name, line.color]).reverse())].reverse();
-  if (lines.some(line => line.note === EACH_RUN)) names.push([EACH_RUN, null]);
+  if (lines.some(isRun)) names.push([EACH_RUN, null]);
   for (const [name, shade] of names.length > 1 ? names : []) {
     const toggle = button(name, true, on => {
       figure.hidden[on ? "delete" : "add"](name);
