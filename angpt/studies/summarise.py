@@ -259,11 +259,9 @@ def other_optimizers(best: Row, reference: Row, rows: Sequence[Row]) -> str:
     text = ""
     for optimizer, found in losses.items():
         if optimizer != own:
-            with_it = f"With {optimizer.capitalize() or 'Adam'}"
-            text += (
-                f" {with_it}: {', '.join(f'{label(n)} {found[n]:.3f}' for n in sorted(found, key=found.__getitem__))}"
-            )
-            text += "." if base in found else f" ({label(base)} was not trained so: no comparison of architectures)."
+            listed = ", ".join(f"{label(name)} {found[name]:.3f}" for name in sorted(found, key=found.__getitem__))
+            lacking = f"; {label(base)} was not trained with it, so this compares no architectures"
+            text += f" With {optimizer.capitalize() or 'Adam'}: {listed}{'' if base in found else lacking}."
     return text
 
 

@@ -116,16 +116,16 @@ def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
 def test_architectures_are_compared_with_the_same_optimizer():
     adam = [chosen("gpt+", 2, 3.0), chosen("angpt", 2, 2.9)]
     muon = [chosen("angpt:muon", 2, 2.7), chosen("ngpt:muon", 2, 2.8)]
-    lacking = "(GPT+ was not trained so: no comparison of architectures)."
+    lacking = "GPT+ was not trained with it, so this compares no architectures."
     found = summarised(*adam, *muon).verdict
     assert found.startswith("anGPT reaches 2.900, GPT+ 3.000")
-    assert found.endswith(f"With Muon: anGPT 2.700, nGPT 2.800 {lacking}")
+    assert found.endswith(f"With Muon: anGPT 2.700, nGPT 2.800; {lacking}")
     assert summarised(*adam, *muon, chosen("gpt+:muon", 2, 2.6)).verdict.endswith(
         " With Muon: GPT+ 2.600, anGPT 2.700, nGPT 2.800."
     )
     alone = summarised(adam[0], muon[0]).verdict
     assert alone.startswith("anGPT with Muon reaches 2.700, GPT+ 3.000")
-    assert alone.endswith(f"With Muon: anGPT 2.700 {lacking}")
+    assert alone.endswith(f"With Muon: anGPT 2.700; {lacking}")
     waiting = chosen("angpt", 2, None, status="running")
     assert contest([adam[0], waiting, muon[0]], "gpt+") is None
 
