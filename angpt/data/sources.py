@@ -161,7 +161,8 @@ def _listed_files(names: tuple[str, ...]) -> list[Entry]:
             files = [file for file in path.rglob("*") if file.is_file()]
             entries += _sorted(path, filter(_kind, files))
             if left_out := sum(not _kind(file) for file in files):
-                warnings.warn(f"{path}: {left_out:,} files of unknown kind are left out; {KNOWN}", stacklevel=2)
+                count = "1 file of unknown kind is" if left_out == 1 else f"{left_out:,} files of unknown kind are"
+                warnings.warn(f"{path}: {count} left out; {KNOWN}", stacklevel=2)
         elif not path.exists():
             raise UserError(f"{path}: no such file or folder (a data set of the hub is written hf:NAME)")
         elif not _kind(path):

@@ -11,10 +11,9 @@ from torch._dynamo.utils import counters
 from angpt.config import OptimizerConfig
 from angpt.data.loader import Batch
 from angpt.fast.precision import low_precision
-from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
+from angpt.float8 import E4M3, WEIGHT_SCALE, has_e4m3, to_e4m3
 from angpt.models.float8 import float8_linears
 from angpt.training.engine import Engine
-from angpt.training.hardware import FP8
 from tests.optim.test_adam import batches, tiny
 
 CONFIG = OptimizerConfig(weight_decay=0.0)
@@ -160,7 +159,7 @@ in_both_precisions = pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], id
 
 def on_gpu(architecture, dtype, passes=1):
     """An engine that has made a pass, so that nothing is left to be compiled; and batches."""
-    if dtype == E4M3 and torch.cuda.get_device_capability() < FP8:
+    if dtype == E4M3 and not has_e4m3(torch.device("cuda")):
         pytest.skip("the GPU has no products in 8 bits")
     engine = Engine(tiny(architecture).cuda(), CONFIG, dtype, compiled=True)
     steps = [batch.map(Tensor.cuda) for batch in batches(6)]
