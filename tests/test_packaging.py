@@ -102,7 +102,8 @@ def test_core_dependencies_suffice_to_train_and_generate(wheel, tmp_path):
     run(angpt, "import", "hf", "run-hf", "--out", "again", cwd=tmp_path)
     run(angpt, "eval", "run", "--data", "data", cwd=tmp_path)
     run(angpt, "models", cwd=tmp_path)
-    text = "import angpt; [getattr(angpt, name) for name in angpt.__all__]"
+    # What shows and writes fits needs SciPy, as the fits do.
+    text = "import angpt; [getattr(angpt, name) for name in {*angpt.__all__} - {'fit_tables', 'write_fit'}]"
     run(tmp_path / "env" / "bin" / "python", "-c", text, cwd=tmp_path)
     assert "pip install 'angpt[report]'" in run(angpt, "compare", *TINY, cwd=tmp_path, code=2)
 
