@@ -25,6 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": E4M3}
 """The dtype of matrices by the setting `precision`."""
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 """Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
+MOST_BATCH_TOKENS = 1 << 30
+"""Far beyond every batch in use; a larger one is a mistake, found before its indices fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ def make_plan(cfg: TrainConfig, ranks: int = 1) -> Plan:
         )
     rule, budget = rule_for(cfg.recipe), parse_budget(cfg.tokens, parameters)
     batch_tokens = cfg.batch_tokens or rule.batch_at(parameters, budget, context)
+    if batch_tokens > MOST_BATCH_TOKENS:
+        raise UserError(f"batch_tokens = {batch_tokens:,}: at most {MOST_BATCH_TOKENS:,} tokens are possible")
     if batch_tokens % context:
         raise UserError(f"batch_tokens = {batch_tokens:,} is no multiple of model.context = {context:,}")
     sequences = batch_tokens // context

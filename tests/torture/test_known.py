@@ -30,6 +30,7 @@ REFUSED = [
     (*NEW, "--data.tuning-split", "1e-9"),
     (*NEW, "--model.vocab-size", str(10**15)),
     (*NEW, "--model.d-model", str(2**40)),
+    (*NEW, "--batch-tokens", str(2**40)),
     (*NEW, "--timeout", "inf"),
     (*NEW, "--optimizer.lr", "inf"),
     (*NEW, "--optimizer.eps", "inf"),
