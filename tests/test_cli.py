@@ -293,7 +293,7 @@ def test_text_is_never_markup(capsys, tmp_path):
         (("train", "--seed", "9" * 19), f"--seed: '{'9' * 19}' must be a number of at most 18 digits (see angpt train"),
         (("train", "--seed", "9" * 5000), "--seed: Exceeds the limit (4300 digits)"),
         (("train", "--lr", "x"), "--lr: 'x' is not a number (see angpt train --help)"),
-        (("train", "--device", "tpu"), "--device: 'tpu' is none of auto, cpu, cuda (see angpt train --help)"),
+        (("train", "--device", "tpu"), "--device: 'tpu' is not one of auto, cpu, cuda (see angpt train --help)"),
         (("data", "info"), "PATH is missing: a prepared folder"),
         (("train", "--seed"), "--seed: its value is missing (see angpt train --help)"),
     ],

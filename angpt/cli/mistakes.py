@@ -58,7 +58,7 @@ def _reworded(problem: str, available: str | None, command: Sequence[str], optio
     if bad := re.match(r"Error parsing ([^ /:]+).*?: (.*)", problem):
         return f"{bad[1]}: {bad[2]}"
     if bad := re.match(r"invalid choice (.*) for argument '(.*?)'. Expected one of \((.*)\)", problem):
-        return f"{bad[2]}: {bad[1]} is none of {bad[3].replace(chr(39), '').rstrip(',')}"
+        return f"{bad[2]}: {bad[1]} is not one of {bad[3].replace(chr(39), '').rstrip(',')}"
     if missing := re.match("Missing value for argument '(.*?)'", problem):
         return f"{missing[1]}: its value is missing"
     if missing := re.match(r"Missing from .*?: (--[-.a-z0-9]+ )?(\S+) (.*)", problem):

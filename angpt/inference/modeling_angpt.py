@@ -208,7 +208,7 @@ class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
       export was written by `angpt export hf --engine`: otherwise s_z of nGPT and anGPT multiplies them.
 
     q, k and v are one matrix, as are u and z: there is no plan for tensor parallelism. A block also returns its
-    attention matrix: there is none for pipeline parallelism.
+    attention matrix; pipeline parallelism is not supported.
     """
 
     config_class = AnGPTConfig

@@ -146,9 +146,8 @@ def summarise(
             change = relative_change(pair[0].losses, pair[1].losses, *(spread[c.group] for c in pair))
             best, reference = (rows[c.group] for c in pair)
             compared = [rows[c.group] for c in leaders.values()]
-            sentence = verdict(best, reference, change, compared, own_costs) + other_optimizers(
-                best, reference, compared
-            )
+            sentence = verdict(best, reference, change, compared, own_costs)
+            sentence += other_optimizers(best, reference, compared)
             verdicts[size] = sentence if complete else f"So far: {sentence}"
     ordered = [rows[c.group] for c in chosen]
     return Result(
@@ -212,13 +211,9 @@ def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] |
     """The best architecture other than the baseline at their largest budget, and the baseline there; None while one of
     them has not finished. Those that the baseline's optimizer trained come first, or optimizers would be compared."""
     done = [c for c in members if c.losses]
-    others = [c for c in done if c.group.architecture != baseline]
-    alike = [
-        c
-        for c in members
-        if c.group.architecture != baseline and _optimizer(c.group.architecture) == _optimizer(baseline)
-    ]
-    others = [c for c in others if c in alike] if alike else others
+    names = {c.group.architecture for c in members} - {baseline}
+    alike = {name for name in names if _optimizer(name) == _optimizer(baseline)}
+    others = [c for c in done if c.group.architecture in (alike or names)]
     largest = [c for c in others if c.tokens == max(c.tokens for c in others)]
     reference = next(
         (c for c in done if c.group.architecture == baseline and largest and c.tokens == largest[0].tokens), None

@@ -119,7 +119,7 @@ def test_the_toy_examples_need_no_run(capsys, tmp_path):
         (("RUN", "--data", "/nowhere"), "/nowhere: no such file or folder"),
         (("RUN", "--tokens", "-5"), "tokens = -5: at least one is needed"),
         (("RUN", "--tokens", "many"), "many"),
-        (("RUN", "--device", "gpu"), "--device: 'gpu' is none of auto, cpu, cuda"),
+        (("RUN", "--device", "gpu"), "--device: 'gpu' is not one of auto, cpu, cuda"),
         (("RUN", "--out", "FILE"), "is a file; choose another --out"),
     ],
 )
