@@ -1,11 +1,12 @@
 """Does a learning rate that was tuned on small models hold for larger ones and more tokens?
 
-    python experiments/transfer.py docs/evidence/transfer --table PAGE.md --figure FILE.png
-    python experiments/transfer.py docs/evidence/transfer --tests docs/evidence/rates     # sweeps that no law has seen
+    python experiments/transfer.py docs/evidence/transfer docs/evidence/rates --table PAGE.md --figure FILE.png
 
-Laws of the best rate are fitted to the sweeps of small models: lr*(N, D, B) to 7M and 14M, as planned, and lr*(D, B) to
-7M alone, which was added when the first had failed with Muon. For each sweep of a larger model, the table has the rates
-that they predict, divided by the best one, and the loss that they cost, both read off the interpolated sweep. Other
+Laws of the best rate are fitted to sweeps of small models: lr*(N, D, B) to 7M and 14M of the first folder, as planned;
+lr*(D, B) to 7M alone, which was added when the first had failed with Muon; and lr*(N, D, B) to 7M and 14M of both
+folders. The second folder has sweeps that ran after the first two laws. For each sweep that a law has not seen, the
+table has the rate that it predicts, divided by the best one, and the loss that this costs, both read off the
+interpolated sweep. Other
 predictions: the best rate of the smallest model and budget at the same batch size, as it is and times tokens^(−1/3), a
 published law (another, −0.32, differs by 2 % here); and the defaults, which were chosen with all runs in sight."""
 
@@ -25,8 +26,9 @@ from angpt.present.style import INK, label_axis, log_ticks, looks, panels, style
 from angpt.present.words import label, quantity
 from angpt.training.plan import rule_for
 
-SMALL = {"law of 7M": 10e6, "law of 7M and 14M": 20e6}
-"""Laws by the number of parameters that the models they are fitted to stay below."""
+LAWS = {"law of 7M": (10e6, False), "law of 7M and 14M": (20e6, False), "… with a second sweep of 14M": (20e6, True)}
+"""Laws by what they are fitted to: models of fewer parameters than this, of the first folder or of both."""
+SMALL = max(limit for limit, _ in LAWS.values())
 HEADER = "| model | best rate found | prediction | rate | ÷ best | loss above the best |"
 
 
@@ -61,16 +63,18 @@ class Prediction:
         return model, found, self.method, f"{self.lr:.3g}", f"{'' if inside else '≥ '}{self.lr / self.best:.2f}", cost
 
 
-def predictions(fit: HparamFit, tests: HparamFit | None = None) -> Iterator[Prediction]:
-    """Every prediction for every sweep of a larger model, or for the sweeps of `tests`, which no law is fitted to."""
-    for target in tests.sizes if tests else fit.sizes:
-        if tests is None and target.parameters < max(SMALL.values()):
-            continue
+def predictions(fit: HparamFit, every: HparamFit) -> Iterator[Prediction]:
+    """Every prediction for every sweep that is not one of the small models in `fit`."""
+    seen = {identity(size) for size in fit.sizes if size.parameters < SMALL}
+    for target in (size for size in every.sizes if identity(size) not in seen):
         rule, smallest = rule_for(target.architecture), fit.of(target.architecture)[0]
-        points = next(t.lr.points for t in fit.trends if t.architecture == target.architecture)
         for sweep in target.sweeps:
             values = target.parameters, target.tokens, sweep.batch_tokens
-            for method, limit in SMALL.items():
+            for method, (limit, later) in LAWS.items():
+                if later and target.parameters < limit:
+                    continue  # the law has seen it
+                trends = (every if later else fit).trends
+                points = next(t.lr.points for t in trends if t.architecture == target.architecture)
                 fitted = fit_law([p for p in points if p.settings["parameters"] < limit])
                 assert fitted is not None
                 yield Prediction(target, sweep, method, fitted.law.at(dict(zip(SETTINGS, values, strict=True))).mean)
@@ -85,19 +89,23 @@ def predictions(fit: HparamFit, tests: HparamFit | None = None) -> Iterator[Pred
                 yield Prediction(target, sweep, method, lr)
 
 
-def table(fit: HparamFit, tests: HparamFit | None = None) -> str:
+def identity(size: SizeFit) -> tuple[str, float, float]:
+    return size.architecture, size.parameters, size.tokens
+
+
+def table(fit: HparamFit, every: HparamFit) -> str:
     """All predictions as Markdown; the name and best rate of a model stand in its first row."""
     lines, before = [HEADER, "|---|---|---|---|---|---|"], ""
-    for model, found, *rest in (p.row() for p in predictions(fit, tests)):
+    for model, found, *rest in (p.row() for p in predictions(fit, every)):
         lines.append("| " + " | ".join((*((model, found) if model != before else ("", "")), *rest)) + " |")
         before = model
     return "\n".join(lines) + "\n"
 
 
-def figure(fit: HparamFit) -> Figure:
+def figure(fit: HparamFit, every: HparamFit) -> Figure:
     """The sweeps of the larger models, with the rates that the laws of the small ones predict."""
-    chosen = [p for p in predictions(fit) if p.method in SMALL]
-    sweeps = [chosen[i : i + len(SMALL)] for i in range(0, len(chosen), len(SMALL))]
+    chosen = [p for p in predictions(fit, every) if p.method in LAWS and p.target.parameters > SMALL]
+    sweeps = [chosen[i : i + len(LAWS)] for i in range(0, len(chosen), len(LAWS))]
     drawn, axes = panels(len(sweeps), narrow=False, columns=2, height=2.6)
     colors = looks(p.target.architecture for p in chosen)
     for ax, laws in zip(axes, sweeps, strict=True):
@@ -106,13 +114,13 @@ def figure(fit: HparamFit) -> Figure:
         fine = np.linspace(x[0], x[-1], 100)
         ax.plot(np.exp(fine), np.exp(Curve.through(x, np.log(p.sweep.losses))(fine)), color=color)
         ax.plot(p.sweep.lrs, p.sweep.losses, "o", color=color)
-        for law, dashes in zip(laws, (":", "--"), strict=True):
+        for law, dashes in zip(laws, (":", "--", "-."), strict=True):
             ax.axvline(law.lr, color=INK, ls=dashes, lw=1.3, label=law.method)
         if p.sweep.minimum:
             ax.plot(p.best, p.sweep.minimum.loss, "*", color="white", mec=INK, ms=12)
         ax.set(xscale="log", xlabel="learning rate", ylabel="tuning loss", title=p.row()[0])
         label_axis(ax.xaxis, "{:g}".format, log_ticks(*ax.get_xlim(), short=100))
-    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
+    drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
     return drawn
 
 
@@ -124,22 +132,20 @@ def replaced(page: str, new: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, help="folder of run folders")
+    parser.add_argument("runs", type=Path, help="folder of run folders, to whose small models laws are fitted")
+    parser.add_argument("tests", type=Path, help="folder of further runs")
     parser.add_argument("--table", type=Path, help="replace the table of this page")
     parser.add_argument("--figure", type=Path, help="write the figure to this file")
-    parser.add_argument("--tests", type=Path, help="print the table for the sweeps of this folder instead")
     args = parser.parse_args()
-    fit, tests = (
-        fit_hparams(read_table([folder], ("batch_tokens", "lr"))) if folder else None
-        for folder in (args.runs, args.tests)
+    fit, every = (
+        fit_hparams(read_table(folders, ("batch_tokens", "lr"))) for folders in ([args.runs], [args.runs, args.tests])
     )
-    assert fit is not None
-    print(text := table(fit, tests))
+    print(text := table(fit, every))
     if args.table:
         args.table.write_text(replaced(args.table.read_text(), text))
     if args.figure:
         with styled():
-            figure(fit).savefig(args.figure, metadata={"Software": None})
+            figure(fit, every).savefig(args.figure, metadata={"Software": None})
 
 
 if __name__ == "__main__":
