@@ -20,8 +20,18 @@ HEADS_TILE, HEADS_WARPS = 1024, 2
 HEADS_BACKWARD_TILE, HEADS_BACKWARD_WARPS, HEADS_BACKWARD_STAGES = 2048, 4, 2
 HEADS_BACKWARD_PROGRAMS = 8 * MULTIPROCESSORS
 
-FLOAT8_TILE, FLOAT8_WARPS = 64, 4
-"""Conversion to 8 bits: rows and columns of a tile, and warps. Not measured: it has not run on a GPU."""
+FLOAT8_TILE, FLOAT8_WARPS = 128, 4
+"""Conversion to 8 bits: rows and columns of a tile, and warps."""
+FLOAT8_SWIGLU = {"ROWS": 128, "COLS": 64, "num_warps": 8}
+"""SwiGLU in 8 bits: rows and columns of a tile, and warps; not measured."""
+FLOAT8_UPDATE = {"ROWS": 32, "COLS": 128, "num_warps": 8}
+"""Residual update in 8 bits: rows of a program, columns at a time; not measured."""
+FLOAT8_HEADS = {"ELEMENTS": 4096, "HEADS": 4, "num_warps": 8}
+"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other; not
+measured."""
+FLOAT8_REGISTERS = 128
+"""Most registers per thread of the backward passes of heads and residual update in 8 bits, so that two programs of 8
+warps fit on a multiprocessor. They need no more (tests/test_compiled.py), but the compiler would use more."""
 
 LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 """Cross-entropy: lanes per row, logits per lane and loop iteration, warps that share them."""

@@ -75,7 +75,7 @@ class Float8Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x8_t, weight, x_scale, w_scale = ctx.saved_tensors
         dy = gradients[0].reshape(-1, len(weight))
-        dy_scale = _dy_scale(ctx.dy_scale, dy)
+        dy_scale = measured_scale(dy) if ctx.dy_scale is None else ctx.dy_scale
         dy8, dy8_t = quantize(dy, dy_scale)
         dx = dw = None
         if ctx.needs_input_grad[0]:
@@ -86,17 +86,13 @@ class Float8Product(torch.autograd.Function):
         return dx, dw, None, None, None, None, None
 
 
-def _dy_scale(of_a_token: Tensor | None, dy: Tensor) -> Tensor:
-    return measured_scale(dy) if of_a_token is None else power_of_two(of_a_token * len(dy))
-
-
 class Float8Linear(Linear):
     """W x in 8 bits. Its class replaces that of a `Linear` in a model that computes. A scale of None is measured."""
 
     x_scale: Tensor | None
     w_scale: Tensor | None
     dy_scale: Tensor | None
-    """Scale of the gradient of the output in a pass of one token; rounded to a power of two when it is used."""
+    """Scale of the gradient of the output, which follows the parameters and the tokens of each forward pass."""
     values: Tensor | None
     """The matrix in e4m3, which the optimizer writes; then `weight` has no storage and only receives the gradient."""
 
@@ -111,10 +107,6 @@ class Float8Linear(Linear):
             self.observer(x, y)
         return (y * factor).to(y.dtype) if isinstance(factor, Tensor) else y
 
-    def scale_of_gradient(self, dy: Tensor) -> Tensor:
-        """The scale of output gradients (rows, columns)."""
-        return _dy_scale(self.dy_scale, dy)
-
 
 def use_float8(model: Decoder, copied: bool) -> None:
     """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only."""
@@ -122,8 +114,8 @@ def use_float8(model: Decoder, copied: bool) -> None:
     x_scales = {name: None if x is None else torch.tensor(x, device=device) for name, x in input_scales(model).items()}
     w_scale, dy_scale = torch.tensor(WEIGHT_SCALE, device=device), None
     if x_scales["W_qkv"] is not None and isinstance(s_z := getattr(model, "s_z", None), LearnedScale):
-        dy_scale = gradient_scale(s_z())
-        model.register_forward_pre_hook(partial(_follow, dy_scale, s_z))
+        dy_scale = gradient_scale(s_z(), tokens=1)
+        model.register_forward_pre_hook(partial(_follow, dy_scale, s_z), with_kwargs=True)
     for name, part in model.blocks.named_modules():
         if not isinstance(part, Linear):
             continue
@@ -137,9 +129,10 @@ def use_float8(model: Decoder, copied: bool) -> None:
             part.weight = nn.Parameter(part.weight.detach().new_zeros(()).expand(part.weight.shape))
 
 
-def _follow(dy_scale: Tensor, s_z: LearnedScale, *_: object) -> None:
-    """Before a pass: the scale of its gradients."""
-    dy_scale.copy_(gradient_scale(s_z()))
+def _follow(dy_scale: Tensor, s_z: LearnedScale, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a pass over tokens, its first argument: the scale of its gradients."""
+    tokens: Tensor = args[0] if args else kwargs["tokens"]
+    dy_scale.copy_(gradient_scale(s_z(), tokens.numel()))
 
 
 def float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
@@ -181,6 +174,6 @@ def length_in_e4m3(length: float, scale: float, size: int) -> float:
     return length * E4M3_ROUNDING + math.sqrt(size) * E4M3_STEP / scale
 
 
-def gradient_scale(s_z: Tensor) -> Tensor:
-    """Scale of gradients in blocks for a pass of one token, not rounded."""
-    return GRADIENT_SCALE / s_z.detach().float().square().mean().sqrt().clamp(min=1e-30)
+def gradient_scale(s_z: Tensor, tokens: int) -> Tensor:
+    """Scale of gradients in blocks for a pass over that many tokens."""
+    return power_of_two(GRADIENT_SCALE * tokens / s_z.detach().float().square().mean().sqrt().clamp(min=1e-30))

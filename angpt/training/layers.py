@@ -73,8 +73,7 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
         note(f"{name}_input", layer, x.detach(), part.x_scale)  # again in the backward pass if blocks are recomputed
 
         def backward(dy: Tensor) -> None:
-            rows = dy.flatten(0, -2)
-            note(f"{name}_gradient", layer, rows, part.scale_of_gradient(rows))
+            note(f"{name}_gradient", layer, dy, part.dy_scale)
 
         y.register_hook(backward)  # type: ignore[no-untyped-call]
 

