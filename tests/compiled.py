@@ -140,7 +140,7 @@ def in_8_bits(k, lerp, packed, normed) -> dict[str, dict]:
     heads = {name: kind for name, kind in packed.items() if name != "heads"} | both
     heads |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), BF16) | {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
     update = {name: value for name, value in lerp.items() if name != "NORMED"} | {"width": 1024} | k.UPDATE
-    large, gate, one_gain = {"LARGEST": 448.0}, {"FACTOR": 1.5} | k.SWIGLU, normed | {"K_GAIN": False}
+    large, gate = {"LARGEST": 448.0}, {"FACTOR": 1.5} | k.SWIGLU
     return {
         "swiglu, e4m3": build(k._swiglu_e4m3, pair, **gate, **large),
         "swiglu backward, e4m3": build(k._swiglu_backward_e4m3, pair | {"dh_ptr": BF16}, **gate, **large),

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from angpt.fast import tuning
 from angpt.float8 import E4M3
 from angpt.models import float8, primitives
 
@@ -71,8 +72,8 @@ def transpose(x: Tensor) -> Tensor:
 
 
 def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    factors = factor / a_scale, b_scale.reciprocal()
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16)
+    factors, fast = (factor / a_scale, b_scale.reciprocal()), max(b.shape) <= tuning.FLOAT8_FAST_SIZE
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _one_alpha_per_column(

@@ -8,13 +8,24 @@ other neighbour, which in e4m3 is up to 1/8 away; few are.
 import pytest
 import torch
 
-from angpt.float8 import E4M3
+from angpt.config import ModelConfig
+from angpt.fast import tuning
+from angpt.fast.precision import low_precision
+from angpt.float8 import E4M3, has_e4m3
+from angpt.models.float8 import float8_product
 from angpt.models.primitives import make_context
+from angpt.models.variants import build
+from angpt.training.engine import attention_backends, compile_parts
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 ROUNDING = 4e-3 if ON_GPU else 2e-5
 ours = torch.ops.angpt
 SCALE = 32.0
+
+
+needs_e4m3 = pytest.mark.skipif(
+    not ON_GPU or not has_e4m3(torch.device("cuda")), reason="needs a GPU with products in 8 bits"
+)
 
 
 def draw(*shape, size=1.0):
@@ -128,3 +139,39 @@ def test_tensors_may_be_views():
         ]
         assert not views[0].is_contiguous()
         assert_same(getattr(ours, name)(*views)[:2], getattr(ours, name)(*arguments)[:2])
+
+
+@needs_e4m3
+@pytest.mark.parametrize("architecture", ["ngpt", "angpt"])
+def test_a_compiled_model_has_the_gradients_of_separate_kernels(architecture, monkeypatch):
+    """Up to numbers that are rounded otherwise, as above, and what follows from them."""
+    from angpt.fast.fusion import FuseConversions
+
+    size = {"d_model": 256, "n_layers": 2, "n_heads": 4, "vocab_size": 320, "context": 128}
+    model = build(ModelConfig(architecture=architecture, **size), seed=1).cuda()
+    tokens = torch.randint(320, (8, 128), device="cuda")
+    found = []
+    with torch._inductor.config.patch(force_disable_caches=True), attention_backends():
+        for fused in (True, False):
+            if not fused:
+                monkeypatch.setattr(FuseConversions, "change", lambda self, graph: None)
+            torch.compiler.reset()
+            compute = low_precision(model, E4M3)
+            compile_parts(compute, blocks=True)
+            compute.zero_grad()
+            loss = compute(tokens, tokens)
+            loss.backward()
+            found.append([loss.double(), *(p.grad.double().clone() for p in compute.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 3e-2 * b.norm()
+
+
+@needs_e4m3
+@pytest.mark.parametrize("terms", [1024, tuning.FLOAT8_FAST_SIZE])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_sums_in_tensor_cores_are_more_exact_than_their_terms(terms, offset):
+    """Rounding to e4m3 changes a product of random numbers by 3.7 %; with an offset, partial sums grow steadily."""
+    a, b = ((torch.randn(256, terms, device="cuda") + offset).to(E4M3) for _ in range(2))
+    exact = a.double() @ b.double().t()
+    found = float8_product(a, b, 1.0, *(torch.tensor(1.0, device="cuda") for _ in range(2)))
+    assert (found.double() - exact).norm() <= 1e-2 * exact.norm()
