@@ -170,11 +170,12 @@ class AddProducts(_Pass):
             graph.erase_node(node)
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "pre_grad_custom_pass": MergeLines(),
     "joint_custom_pre_pass": FindSums(),
     "joint_custom_post_pass": FuseConversions(),
     "post_grad_custom_post_pass": AddProducts(),
+    "score_fusion_memory_threshold": 1,  # bytes: multiples of one scale are computed in one kernel
 }
 """Options of `torch.compile`. Singletons: a new instance would force recompilation."""
 

@@ -71,8 +71,9 @@ def transpose(x: Tensor) -> Tensor:
     return float8_kernels.transpose(x.contiguous())
 
 
-def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    factors, fast = (factor / a_scale, b_scale.reciprocal()), max(b.shape) <= tuning.FLOAT8_FAST_SIZE
+def float8_product(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+    factors = a_inverse if factor == 1.0 else a_inverse * factor, b_inverse
+    fast = max(b.shape) <= tuning.FLOAT8_FAST_SIZE
     return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
@@ -93,7 +94,7 @@ def _e4m3_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == E4M3
 
 
-def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> bool:
+def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> bool:
     return _e4m3_on_gpu(a) and all(size % 16 == 0 for size in (*a.shape, *b.shape))
 
 

@@ -17,6 +17,7 @@ from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.float8 import (
     ROUNDING,
     Float8Product,
+    Scale,
     float8_linears,
     gradient_scale,
     input_scales,
@@ -83,7 +84,8 @@ def test_products_and_gradients_are_those_of_rounded_operands(constant, stored):
     x.requires_grad_(), leaf.requires_grad_()
     scales = [torch.tensor(float(s)) for s in (s_x, s_w, s_y)]
     known = scales if constant else [None, scales[1] if stored else None, None]
-    y = Float8Product.apply(x, leaf, values, *known, 1.7)
+    pairs = [t for s in known for t in ((None, None) if s is None else Scale.of(s))]
+    y = Float8Product.apply(x, leaf, values, 1.7, *pairs)
     kept = {t.data_ptr() for t in y.grad_fn.saved_tensors}
     assert (values if stored else leaf).data_ptr() in kept  # no second copy of the matrix is kept for the backward pass
     y.backward(dy)
@@ -152,7 +154,7 @@ def largest_inputs(model):
 
     for name, part in float8_linears(compute):
         assert part.values.float().abs().max() <= WEIGHT_SCALE
-        part.observer = partial(note, name.split(".")[-1], part.x_scale)
+        part.observer = partial(note, name.split(".")[-1], part.x_scale.value)
     with torch.no_grad():
         compute(some_tokens(2, 8))
     del largest["W_d"]
@@ -266,7 +268,8 @@ def test_the_scale_of_gradients_follows_that_of_the_logits_in_every_pass():
         exact = 256 * tokens.numel() / model.s_z().square().mean().sqrt().item()
         expected.append(2.0 ** math.floor(math.log2(exact)))
         compute(tokens=tokens, targets=tokens).backward()
-        assert [part.dy_scale.item() for _, part in float8_linears(compute)] == [expected[-1]] * 8
+        found = [(part.dy_scale.value.item(), part.dy_scale.inverse.item()) for _, part in float8_linears(compute)]
+        assert found == [(expected[-1], 1 / expected[-1])] * 8
     assert len(set(expected)) == 3
 
 
