@@ -46,26 +46,17 @@ DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 """Decode: rows of a matrix per program, few enough to occupy every multiprocessor."""
 DECODE_TILE, DECODE_SPLITS = 64, 16
 """Decode: slots of the cache in registers at once, and the largest number of splits of the slots of a head."""
-DECODE_ROWS = 4
+DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
-DECODE_AUTO_ROWS = 4
-"""Decode: largest batch for which kernels are the default. Those for more than DECODE_ROWS have not run on a GPU."""
-DECODE_AUTO_8_BIT = False
-"""Decode: whether kernels are the default for 8-bit weights. Their speed has not been measured; `--step kernels` uses
-them."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
 """Decode with many rows: programs that a kernel should have, so that all multiprocessors read; not measured."""
 DECODE_LEAST_DEPTH = 256
 """Decode with many rows: smallest number of columns of a matrix per program, where several share its rows; not
 measured."""
-DECODE_TILES = {16: (32, 128, 4, 4), 32: (32, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 8, 3)}
+DECODE_TILES = {16: (64, 128, 4, 4), 32: (32, 256, 4, 4), 64: (32, 64, 4, 4), 128: (32, 64, 8, 4)}
 """Decode with many rows, by the rows of a tile, not measured: rows of the matrix, depth per iteration, warps, software
 pipeline depth."""
 
-PROMPT_KERNELS = False
-"""Prompts: whether kernels are the default. They have not run on a GPU."""
-PROMPT_GRAPHS = False
-"""Prompts: whether CUDA graphs are the default. They have not run on a GPU; `--step kernels` uses them."""
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not
 measured."""
