@@ -22,7 +22,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP32, I64, FP8 = "*bf16", "*fp32", "*i64", "*fp8e4nv"
 
 
-def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **constants) -> dict:
+def build(
+    kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, maxnreg: int | None = None, **constants
+) -> dict:
     """All pointers and the integers of `types` are multiples of 16."""
     names = kernel.arg_names
     rest = {name: "fp32" for name in names if name not in types and name not in constants}
@@ -33,7 +35,8 @@ def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in types},
     )
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": num_warps, "num_stages": num_stages})
+    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
+    compiled = triton.compile(source, target=HOPPER, options=options)
     asm = compiled.asm
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
@@ -43,6 +46,7 @@ def build(kernel, types: dict[str, str], num_warps: int, num_stages: int = 3, **
     found = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     loads = Counter(re.findall(r"ld\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
     ahead = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x\w+)", asm["ptx"])
+    found["stores"] = Counter(re.findall(r"st\.global\S*?\.((?:v\d\.)?b\d+)", asm["ptx"]))
     found["shared"] = compiled.metadata.shared
     found["products"] = Counter(re.findall(r"wgmma\.mma_async|mma\.sync", asm["ptx"]))
     return found | {"loads": loads + Counter({4: "b32", 8: "v2.b32", 16: "v4.b32"}[int(size, 16)] for size in ahead)}
@@ -121,8 +125,38 @@ def models() -> dict[str, dict]:
         },
         "quantize": build(float8._quantize, bytes_ | {"x_ptr": BF16}, float8.WARPS, CONVERT=True, **square),
         "transpose": build(float8._quantize, bytes_ | {"x_ptr": FP8}, float8.WARPS, CONVERT=False, **square),
+        **in_8_bits(float8, lerp, packed, normed),
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
+    }
+
+
+def in_8_bits(k, lerp, packed, normed) -> dict[str, dict]:
+    """Kernels that write e4m3 and its transpose, at the shapes of the 0.5B model."""
+    both = {"scale_ptr": FP32, "y_ptr": FP8, "t_ptr": FP8}
+    rows = both | {"n_rows": "i32"}
+    pair, stream = rows | {"uz_ptr": BF16, "width": "i32"}, rows | {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32}
+    back = stream | {"dy_ptr": BF16, "more_ptr": BF16, "dh_ptr": BF16, "terms_ptr": FP32}
+    heads = {name: kind for name, kind in packed.items() if name != "heads"} | both
+    heads |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), BF16) | {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
+    update = {name: value for name, value in lerp.items() if name != "NORMED"} | {"width": 1024} | k.UPDATE
+    large, gate = {"LARGEST": 448.0}, {"FACTOR": 1.5} | k.SWIGLU
+    return {
+        "swiglu, e4m3": build(k._swiglu_e4m3, pair, **gate, **large),
+        "swiglu backward, e4m3": build(k._swiglu_backward_e4m3, pair | {"dh_ptr": BF16}, **gate, **large),
+        "update, e4m3": build(k._update_e4m3, stream | {"stream_ptr": BF16}, **update, **large),
+        "update backward, e4m3": build(k._update_backward_e4m3, back, ADD=True, **update | k.UPDATE_BACK, **large),
+        **{
+            f"heads backward, e4m3, {d}": build(
+                k._heads_backward_e4m3,
+                heads,
+                **normed | {"K_GAIN": False},
+                **large,
+                heads=1024 // d,
+                **k._heads_tile(d),
+            )
+            for d in (64, 128)
+        },
     }
 
 

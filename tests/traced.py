@@ -2,7 +2,8 @@
 
 A process of its own, because tests have Triton interpret kernels. Takes a precision and architectures. Prints JSON: for
 each architecture and pass, how often operations that multiply, add or copy what is as large as the residual stream are
-left after the compiler's passes over the graph; before these, in 8 bits, its products. A graph break is an error.
+left after the compiler's passes over the graph; before these, in 8 bits, its products, and after them the conversions
+in passes over memory of their own. A graph break is an error.
 """
 
 import json
@@ -22,6 +23,8 @@ from torch._inductor.virtualized import V
 
 from angpt.config import ModelConfig
 from angpt.fast import models
+from angpt.fast.float8_fusion import _launch
+from angpt.fast.float8_kernels import _quantize
 from angpt.fast.fusion import OPTIONS
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3
@@ -50,7 +53,9 @@ def operations(architecture: str, dtype: torch.dtype) -> dict[str, Counter]:
             post_grad_passes(module, is_inference=False)
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         small = [n for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor) and v.numel() < h.numel()]
-        names = (str(node.target).rpartition(".")[0] for node in nodes if node not in small)
+        names = [str(node.target).rpartition(".")[0] for node in nodes if node not in small]
+        launches = [_launch(node) for node in nodes if "kernel_idx" in node.kwargs]
+        names += ["convert" for kernel, given in launches if kernel is _quantize.fn and given["CONVERT"]]
         return Counter("product" if name in ("aten.mm", "aten.addmm") else name for name in names)
 
     def backward(module, examples):
@@ -90,6 +95,6 @@ if __name__ == "__main__":
     models._e4m3_on_gpu = lambda x: x.dtype == E4M3
     names = ("angpt.add_product_", "product", "aten.add", "aten.mul", "aten.clone")
     if (dtype := DTYPES[sys.argv[1]]) == E4M3:
-        names = ("aten._scaled_mm", *names)
+        names = ("aten._scaled_mm", *names, "convert")
     traced = {name: operations(name, dtype) for name in sys.argv[2:]}
     json.dump({k: {which: [c[n] for n in names] for which, c in v.items()} for k, v in traced.items()}, sys.stdout)

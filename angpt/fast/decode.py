@@ -29,10 +29,9 @@ def by_kernels(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequenc
     return kernels.decode(model, tokens, positions, caches, capacity)
 
 
-def few_rows(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Cache], capacity: int) -> bool:
-    """True if the kernels apply and are known to be faster than plain operations, with this batch and these weights."""
-    measured = len(tokens) <= tuning.DECODE_AUTO_ROWS and (model.weights == "full" or tuning.DECODE_AUTO_8_BIT)
-    return measured and tokens.is_cuda and supports(model)
+def kernels_apply(model: Folded, tokens: Tensor, *rest: object) -> bool:
+    """True if the kernels apply to a model and its tokens."""
+    return tokens.is_cuda and supports(model)
 
 
 def prompts_by_kernels(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
@@ -41,10 +40,5 @@ def prompts_by_kernels(model: Folded, tokens: Tensor, lengths: Tensor, caches: S
     return prompt_kernels.prefill(model, tokens, lengths, caches)
 
 
-def prompts_apply(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> bool:
-    """True if the kernels apply and are known to be faster than plain operations."""
-    return tuning.PROMPT_KERNELS and tokens.is_cuda and supports(model)
-
-
-decode_step.accelerate(by_kernels, few_rows)
-read_prompts.accelerate(prompts_by_kernels, prompts_apply)
+decode_step.accelerate(by_kernels, kernels_apply)
+read_prompts.accelerate(prompts_by_kernels, kernels_apply)

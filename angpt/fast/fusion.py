@@ -6,7 +6,7 @@ attention becomes part of the kernel that computes q.
 After it, separate additions to the residual stream and its gradient are removed, each of which would read two tensors
 and write one. A matrix product is accumulated in place at no cost, in the stream of GPT+ and in the gradient of the
 stream of the other architectures; a total that is needed later is copied first. The gradient of a norm is added to that
-of the stream in the kernel that computes it.
+of the stream in the kernel that computes it. In 8 bits, kernels write what the next product reads (`float8_fusion`).
 """
 
 import inspect
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from angpt.fast import block_kernels, models
+from angpt.fast import block_kernels, float8_fusion, float8_kernels, head_kernels, models, tuning
+from angpt.fast.float8_fusion import VIEWS
 from angpt.models.primitives import attend, lerp, norm, nu_lerp, residual_update
 from angpt.operations import kernels_enabled
 
@@ -52,8 +53,9 @@ class _Pass(CustomGraphPass):
     def change(self, graph: Graph) -> None: ...
 
     def uuid(self) -> bytes:
-        # Compiled code depends on the shapes that rms_backward returns.
-        return get_hash_for_files((__file__, block_kernels.__file__), str(kernels_enabled()))
+        # Compiled code depends on the shapes that rms_backward and kernels in 8 bits return.
+        modules = (block_kernels, head_kernels, float8_kernels, float8_fusion, tuning)
+        return get_hash_for_files((__file__, *(str(m.__file__) for m in modules)), str(kernels_enabled()))
 
 
 class MergeLines(_Pass):
@@ -137,6 +139,13 @@ class FindSums(_Pass):
                     break
 
 
+class FuseConversions(_Pass):
+    """Let kernels write their results in 8 bits where a conversion follows."""
+
+    def change(self, graph: Graph) -> None:
+        float8_fusion.fuse_conversions(graph)
+
+
 class AddProducts(_Pass):
     """Accumulate products in place, after the compiler has removed redundant copies and before its in-place pass."""
 
@@ -161,17 +170,19 @@ class AddProducts(_Pass):
             graph.erase_node(node)
 
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "pre_grad_custom_pass": MergeLines(),
     "joint_custom_pre_pass": FindSums(),
+    "joint_custom_post_pass": FuseConversions(),
     "post_grad_custom_post_pass": AddProducts(),
+    "score_fusion_memory_threshold": 1,  # bytes: multiples of one scale are computed in one kernel
 }
 """Options of `torch.compile`. Singletons: a new instance would force recompilation."""
 
 
 def _with_product(graph: Graph, node: Node, total: Any, term: Any) -> Node | None:
     """total + a b · alpha as one node, if the term is that product, or a view of it, and has no other user."""
-    while isinstance(term, Node) and len(term.users) == 1 and term.target in _VIEWS:
+    while isinstance(term, Node) and len(term.users) == 1 and term.target in VIEWS:
         term = term.args[0]
     if not isinstance(term, Node) or len(term.users) > 1 or not _alike(total, term, node):
         return None
@@ -206,9 +217,6 @@ def _with_gradient_of_norm(node: Node, total: Any, term: Any) -> Node | None:
 def _storage(node: Node) -> int:
     address: int = node.meta["val"].untyped_storage()._cdata
     return address
-
-
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def _alike(total: Any, term: Node, node: Node) -> bool:

@@ -71,10 +71,10 @@ def _heads(
 
 @triton.jit
 def _norm_rotated_backward(
-    x_ptr, dx_ptr, dy_ptr, gain_ptr, row, dy_row, gain_row, cols, partner, cos, sin, inside,
+    x_ptr, dy_ptr, gain_ptr, row, dy_row, gain_row, cols, partner, cos, sin, inside,
     GAIN: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of q or k, and return the terms of the gradient of the gain."""
+    """The gradient of q or k, and the terms of the gradient of the gain."""
     x = tl.load(x_ptr + row + cols, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + dy_row + cols, inside, 0.0).to(tl.float32)
     dy_exchanged = tl.load(dy_ptr + dy_row + partner, inside, 0.0).to(tl.float32)
@@ -87,9 +87,7 @@ def _norm_rotated_backward(
         dy *= tl.load(gain_ptr + gain_row + cols)
         dy_exchanged *= tl.load(gain_ptr + gain_row + partner)
     d_unit = dy * cos - dy_exchanged * sin  # rotated back
-    dx = (d_unit - unit * tl.sum(unit * d_unit, axis=2, keep_dims=True)) * inverse
-    tl.store(dx_ptr + row + cols, dx, inside)
-    return terms
+    return (d_unit - unit * tl.sum(unit * d_unit, axis=2, keep_dims=True)) * inverse, terms
 
 
 @triton.jit
@@ -109,15 +107,16 @@ def _heads_backward(
         inside = (tokens < n_tokens) & (head < heads)
         row, dy_row = tokens * 3 * width + head * D, tokens * width + head * D
         cos, sin = _angles(cos_ptr, sin_ptr, tokens, cols, period, HALF)
-        terms = _norm_rotated_backward(
-            qkv_ptr, dqkv_ptr, dq_ptr, q_gain_ptr, row, dy_row, gain_row, cols, partner, cos, sin, inside, Q_GAIN, EPS
+        dx, terms = _norm_rotated_backward(
+            qkv_ptr, dq_ptr, q_gain_ptr, row, dy_row, gain_row, cols, partner, cos, sin, inside, Q_GAIN, EPS
         )
+        tl.store(dqkv_ptr + row + cols, dx, inside)
         if Q_GAIN:
             q_terms += terms
-        terms = _norm_rotated_backward(
-            qkv_ptr, dqkv_ptr, dk_ptr, k_gain_ptr, row + width, dy_row, gain_row, cols, partner, cos, sin, inside,
-            K_GAIN, EPS,
-        )  # fmt: skip
+        dx, terms = _norm_rotated_backward(
+            qkv_ptr, dk_ptr, k_gain_ptr, row + width, dy_row, gain_row, cols, partner, cos, sin, inside, K_GAIN, EPS
+        )
+        tl.store(dqkv_ptr + row + width + cols, dx, inside)
         if K_GAIN:
             k_terms += terms
         dv = tl.load(dv_ptr + dy_row + cols, inside, 0.0)

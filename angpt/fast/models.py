@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from angpt.fast import tuning
 from angpt.float8 import E4M3
 from angpt.models import float8, primitives
 
@@ -70,9 +71,10 @@ def transpose(x: Tensor) -> Tensor:
     return float8_kernels.transpose(x.contiguous())
 
 
-def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    factors = factor / a_scale, b_scale.reciprocal()
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16)
+def float8_product(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+    factors = a_inverse if factor == 1.0 else a_inverse * factor, b_inverse
+    fast = max(b.shape) <= tuning.FLOAT8_FAST_SIZE
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def _one_alpha_per_column(
@@ -92,7 +94,7 @@ def _e4m3_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == E4M3
 
 
-def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> bool:
+def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> bool:
     return _e4m3_on_gpu(a) and all(size % 16 == 0 for size in (*a.shape, *b.shape))
 
 

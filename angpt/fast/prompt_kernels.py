@@ -6,9 +6,7 @@
 | `_advance` | a residual update and the input of the next block |
 | `_swiglu` of block_kernels.py | u · SiLU(z) |
 
-A layer has nine or ten launches, where plain operations have about thirty. `Folded.prefill` is the plain form. The
-kernels are tested in Triton's interpreter; they have not run on a GPU, so that `tuning.PROMPT_KERNELS` leaves them to
-`--step kernels`.
+A layer has nine or ten launches, where plain operations have about thirty. `Folded.prefill` is the plain form.
 """
 
 from collections.abc import Sequence

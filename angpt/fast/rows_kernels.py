@@ -17,9 +17,6 @@ so that a product has enough programs to use the whole bandwidth.
 
 If there are so few rows that attention is split over the slots, too, `_combine` puts its parts together. Kernels
 overlap as in decode_kernels.py: before a product waits for its input, it has the L2 cache load its part of the matrix.
-
-These kernels are tested in Triton's interpreter, and compiled for Hopper; they have not run on a GPU, so that
-`tuning.DECODE_AUTO_ROWS` leaves them to `--step kernels`.
 """
 
 from collections.abc import Sequence

@@ -20,8 +20,21 @@ HEADS_TILE, HEADS_WARPS = 1024, 2
 HEADS_BACKWARD_TILE, HEADS_BACKWARD_WARPS, HEADS_BACKWARD_STAGES = 2048, 4, 2
 HEADS_BACKWARD_PROGRAMS = 8 * MULTIPROCESSORS
 
-FLOAT8_TILE, FLOAT8_WARPS = 64, 4
-"""Conversion to 8 bits: rows and columns of a tile, and warps. Not measured: it has not run on a GPU."""
+FLOAT8_TILE, FLOAT8_WARPS = 128, 4
+"""Conversion to 8 bits: rows and columns of a tile, and warps."""
+FLOAT8_FAST_SIZE = 4096
+"""Products in 8 bits: up to this size of the second operand, sums are kept in tensor cores (`use_fast_accum`), which is
+3 to 10 % faster. Longer sums would lose too many bits (docs/fp8.md), and more outputs are not faster."""
+FLOAT8_SWIGLU = {"ROWS": 128, "COLS": 64, "num_warps": 8}
+"""SwiGLU in 8 bits: rows and columns of a tile, and warps; not measured."""
+FLOAT8_UPDATE = {"ROWS": 32, "COLS": 128, "num_warps": 8}
+"""Residual update in 8 bits: rows of a program, columns at a time; not measured."""
+FLOAT8_HEADS = {"ELEMENTS": 4096, "HEADS": 4, "num_warps": 8}
+"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other; not
+measured."""
+FLOAT8_REGISTERS = 128
+"""Most registers per thread of the backward passes of heads and residual update in 8 bits, so that two programs of 8
+warps fit on a multiprocessor. They need no more (tests/test_compiled.py), but the compiler would use more."""
 
 LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 """Cross-entropy: lanes per row, logits per lane and loop iteration, warps that share them."""
@@ -46,26 +59,17 @@ DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 """Decode: rows of a matrix per program, few enough to occupy every multiprocessor."""
 DECODE_TILE, DECODE_SPLITS = 64, 16
 """Decode: slots of the cache in registers at once, and the largest number of splits of the slots of a head."""
-DECODE_ROWS = 4
+DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
-DECODE_AUTO_ROWS = 4
-"""Decode: largest batch for which kernels are the default. Those for more than DECODE_ROWS have not run on a GPU."""
-DECODE_AUTO_8_BIT = False
-"""Decode: whether kernels are the default for 8-bit weights. Their speed has not been measured; `--step kernels` uses
-them."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
 """Decode with many rows: programs that a kernel should have, so that all multiprocessors read; not measured."""
 DECODE_LEAST_DEPTH = 256
 """Decode with many rows: smallest number of columns of a matrix per program, where several share its rows; not
 measured."""
-DECODE_TILES = {16: (32, 128, 4, 4), 32: (32, 128, 4, 4), 64: (64, 64, 4, 4), 128: (64, 64, 8, 3)}
+DECODE_TILES = {16: (64, 128, 4, 4), 32: (32, 256, 4, 4), 64: (32, 64, 4, 4), 128: (32, 64, 8, 4)}
 """Decode with many rows, by the rows of a tile, not measured: rows of the matrix, depth per iteration, warps, software
 pipeline depth."""
 
-PROMPT_KERNELS = False
-"""Prompts: whether kernels are the default. They have not run on a GPU."""
-PROMPT_GRAPHS = False
-"""Prompts: whether CUDA graphs are the default. They have not run on a GPU; `--step kernels` uses them."""
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not
 measured."""

@@ -1,8 +1,8 @@
 """The decode loop: static buffers on the device, and on a GPU one CUDA graph for the whole step, sampling included.
 
 A step attends to as many slots of the cache as the longest row needs, rounded up to a power of two, with one graph per
-length. Between two tokens the host only launches the graph. Prompts can be read by graphs, too, padded to a few lengths
-with a graph for each that occurs more than once; by default they are not (tuning.PROMPT_GRAPHS).
+length. Between two tokens the host only launches the graph. Prompts are read by graphs, too, padded to a few lengths,
+with a graph for each that occurs more than once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -193,8 +193,7 @@ class Engine:
         self.uniform = zeros(batch, new_tokens, dtype=torch.float32)
         penalised = how.repetition_penalty != 1
         self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
-        prompt_graphs = self.recorded and (tuning.PROMPT_GRAPHS or step == "kernels")
-        self.reader = PromptReader(self.caches, reader_of(model, step), prompt_graphs)
+        self.reader = PromptReader(self.caches, reader_of(model, step), self.recorded)
         self.made, self.longest = 0, 0
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 

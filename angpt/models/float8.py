@@ -7,7 +7,7 @@ norm follows each block, u · SiLU(z) has one too, and the gradient one that fol
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,17 @@ GAIN_MARGIN = 4.0
 """Factor by which the learned gains of u and z, together, may grow from 1 before u · SiLU(z) could saturate."""
 
 
+class Scale(NamedTuple):
+    """A power of two and its inverse, on the device, so that no kernel computes the inverse in every layer."""
+
+    value: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, value: Tensor) -> "Scale":
+        return cls(value, value.reciprocal())
+
+
 @operation
 def quantize(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """x · scale (rows, columns) in e4m3, and its transpose, both row-major in the fast form."""
@@ -42,10 +53,10 @@ def transpose(x: Tensor) -> Tensor:
 
 
 @operation
-def float8_product(a: Tensor, b: Tensor, factor: float, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """a bᵀ · factor in bf16, of matrices in e4m3, divided by their scales."""
+def float8_product(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
+    """a bᵀ · factor in bf16, of matrices in e4m3, times the inverses of their scales."""
     scaled = product(a.to(torch.bfloat16), b.t().to(torch.bfloat16), factor)
-    return (scaled / a_scale / b_scale).to(torch.bfloat16)  # by powers of two
+    return (scaled * a_inverse * b_inverse).to(torch.bfloat16)  # powers of two
 
 
 class Float8Product(torch.autograd.Function):
@@ -53,50 +64,58 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, values: Tensor | None, x_scale: Tensor | None, w_scale: Tensor | None,
-        dy_scale: Tensor | None, factor: float,
+        ctx: Any, x: Tensor, weight: Tensor, values: Tensor | None, factor: float,
+        x_scale: Tensor | None, x_inverse: Tensor | None, w_scale: Tensor | None, w_inverse: Tensor | None,
+        dy_scale: Tensor | None, dy_inverse: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """`values`: the matrix in e4m3; without it, `weight` is converted in both passes, so that no copy is kept from
-        one to the other. A scale of None is measured.
+        one to the other. Scales of None are measured.
 
         `dy_scale` is read in the backward pass: if another forward pass comes in between, it is that of the later one.
         """
         rows = x.reshape(-1, x.shape[-1])
-        x_scale = measured_scale(rows) if x_scale is None else x_scale
-        w_scale = measured_scale(weight) if w_scale is None else w_scale
+        x_scale, x_inverse = _scale(x_scale, x_inverse, rows)
+        w_scale, w_inverse = _scale(w_scale, w_inverse, weight)
         x8, x8_t = quantize(rows, x_scale)
         w8 = to_e4m3(weight, w_scale) if values is None else values
-        ctx.save_for_backward(x8_t, weight if values is None else values, x_scale, w_scale)
-        ctx.dy_scale = dy_scale  # not saved, because each forward pass overwrites it
+        ctx.save_for_backward(x8_t, weight if values is None else values, x_inverse, w_scale, w_inverse)
+        ctx.dy_scale, ctx.dy_inverse = dy_scale, dy_inverse  # not saved, because each forward pass overwrites them
         ctx.shape, ctx.factor = x.shape, factor
-        return float8_product(x8, w8, factor, x_scale, w_scale).view(*x.shape[:-1], len(w8))
+        return float8_product(x8, w8, factor, x_inverse, w_inverse).view(*x.shape[:-1], len(w8))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x8_t, weight, x_scale, w_scale = ctx.saved_tensors
+        x8_t, weight, x_inverse, w_scale, w_inverse = ctx.saved_tensors
         dy = gradients[0].reshape(-1, len(weight))
-        dy_scale = _dy_scale(ctx.dy_scale, dy)
+        dy_scale, dy_inverse = _scale(ctx.dy_scale, ctx.dy_inverse, dy)
         dy8, dy8_t = quantize(dy, dy_scale)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w8_t = transpose(weight) if weight.dtype == E4M3 else quantize(weight, w_scale)[1]
-            dx = float8_product(dy8, w8_t, ctx.factor, dy_scale, w_scale).view(ctx.shape)
+            dx = float8_product(dy8, w8_t, ctx.factor, dy_inverse, w_inverse).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            dw = float8_product(dy8_t, x8_t, ctx.factor, dy_scale, x_scale)
-        return dx, dw, None, None, None, None, None
+            dw = float8_product(dy8_t, x8_t, ctx.factor, dy_inverse, x_inverse)
+        return dx, dw, *[None] * 8
 
 
-def _dy_scale(of_a_token: Tensor | None, dy: Tensor) -> Tensor:
-    return measured_scale(dy) if of_a_token is None else power_of_two(of_a_token * len(dy))
+def _scale(value: Tensor | None, inverse: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and its inverse, measured if there is none."""
+    if value is None or inverse is None:
+        return Scale.of(measured_scale(x))
+    return value, inverse
+
+
+NOT_KNOWN = (None, None)
+"""In place of a scale and its inverse: they are measured."""
 
 
 class Float8Linear(Linear):
     """W x in 8 bits. Its class replaces that of a `Linear` in a model that computes. A scale of None is measured."""
 
-    x_scale: Tensor | None
-    w_scale: Tensor | None
-    dy_scale: Tensor | None
-    """Scale of the gradient of the output in a pass of one token; rounded to a power of two when it is used."""
+    x_scale: Scale | None
+    w_scale: Scale | None
+    dy_scale: Scale | None
+    """Scale of the gradient of the output, which follows the parameters and the tokens of each forward pass."""
     values: Tensor | None
     """The matrix in e4m3, which the optimizer writes; then `weight` has no storage and only receives the gradient."""
 
@@ -105,41 +124,41 @@ class Float8Linear(Linear):
 
     def forward(self, x: Tensor, factor: float | Tensor = 1.0) -> Tensor:
         constant = 1.0 if isinstance(factor, Tensor) else factor
-        scales = self.x_scale, self.w_scale, self.dy_scale
-        y: Tensor = Float8Product.apply(x, self.weight, self.values, *scales, constant)  # type: ignore[no-untyped-call]
+        scales = (*(self.x_scale or NOT_KNOWN), *(self.w_scale or NOT_KNOWN), *(self.dy_scale or NOT_KNOWN))
+        y: Tensor = Float8Product.apply(x, self.weight, self.values, constant, *scales)  # type: ignore[no-untyped-call]
         if self.observer is not None:
             self.observer(x, y)
         return (y * factor).to(y.dtype) if isinstance(factor, Tensor) else y
-
-    def scale_of_gradient(self, dy: Tensor) -> Tensor:
-        """The scale of output gradients (rows, columns)."""
-        return _dy_scale(self.dy_scale, dy)
 
 
 def use_float8(model: Decoder, copied: bool) -> None:
     """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only."""
     device, bounded = model.W_h.weight.device, set(model.constraints())
-    x_scales = {name: None if x is None else torch.tensor(x, device=device) for name, x in input_scales(model).items()}
-    w_scale, dy_scale = torch.tensor(WEIGHT_SCALE, device=device), None
+    x_scales = input_scales(model)
+    known = {x: Scale.of(torch.tensor(x, device=device)) for x in set(x_scales.values()) if x is not None}
+    w_scale, dy_scale = Scale.of(torch.tensor(WEIGHT_SCALE, device=device)), None
     if x_scales["W_qkv"] is not None and isinstance(s_z := getattr(model, "s_z", None), LearnedScale):
-        dy_scale = gradient_scale(s_z())
-        model.register_forward_pre_hook(partial(_follow, dy_scale, s_z))
+        dy_scale = Scale.of(gradient_scale(s_z(), tokens=1))
+        model.register_forward_pre_hook(partial(_follow, dy_scale, s_z), with_kwargs=True)
     for name, part in model.blocks.named_modules():
         if not isinstance(part, Linear):
             continue
         part.__class__ = Float8Linear
         assert isinstance(part, Float8Linear)
         constant = f"blocks.{name}.weight" in bounded
-        part.x_scale, part.dy_scale = x_scales[name.split(".")[-1]], dy_scale
+        x_scale = x_scales[name.split(".")[-1]]
+        part.x_scale, part.dy_scale = None if x_scale is None else known[x_scale], dy_scale
         part.w_scale, part.values, part.observer = w_scale if constant else None, None, None
         if copied and constant:
-            part.values = to_e4m3(part.weight.detach(), w_scale)
+            part.values = to_e4m3(part.weight.detach(), WEIGHT_SCALE)
             part.weight = nn.Parameter(part.weight.detach().new_zeros(()).expand(part.weight.shape))
 
 
-def _follow(dy_scale: Tensor, s_z: LearnedScale, *_: object) -> None:
-    """Before a pass: the scale of its gradients."""
-    dy_scale.copy_(gradient_scale(s_z()))
+def _follow(dy_scale: Scale, s_z: LearnedScale, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Before a pass over tokens, its first argument: the scale of its gradients."""
+    tokens: Tensor = args[0] if args else kwargs["tokens"]
+    for ours, found in zip(dy_scale, Scale.of(gradient_scale(s_z(), tokens.numel())), strict=True):
+        ours.copy_(found)
 
 
 def float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
@@ -181,6 +200,6 @@ def length_in_e4m3(length: float, scale: float, size: int) -> float:
     return length * E4M3_ROUNDING + math.sqrt(size) * E4M3_STEP / scale
 
 
-def gradient_scale(s_z: Tensor) -> Tensor:
-    """Scale of gradients in blocks for a pass of one token, not rounded."""
-    return GRADIENT_SCALE / s_z.detach().float().square().mean().sqrt().clamp(min=1e-30)
+def gradient_scale(s_z: Tensor, tokens: int) -> Tensor:
+    """Scale of gradients in blocks for a pass over that many tokens."""
+    return power_of_two(GRADIENT_SCALE * tokens / s_z.detach().float().square().mean().sqrt().clamp(min=1e-30))

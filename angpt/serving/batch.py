@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from angpt.fast import tuning
 from angpt.inference.engine import PromptReader, graphs_apply, record, shown_slots
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, decode_step, read_prompts
@@ -41,7 +40,7 @@ class Batch:
         self.recorded = graphs_apply(model.device)
         self.caches = model.make_caches(size, slots)
         self.reader = None
-        if self.recorded and tuning.PROMPT_GRAPHS:
+        if self.recorded:
             self.reader = PromptReader(model.make_caches(1, slots), partial(read_prompts, model), recorded=True)
         self.tokens, self.positions = (torch.zeros(size, dtype=torch.long, device=model.device) for _ in range(2))
         self.logits = torch.zeros(size, model.cfg.vocab_size, dtype=model.wide, device=model.device)

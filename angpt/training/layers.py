@@ -10,7 +10,7 @@ from torch import Tensor
 from angpt.data.loader import Batch
 from angpt.float8 import LARGEST, measured_scale
 from angpt.models.decoder import Decoder
-from angpt.models.float8 import Float8Linear, float8_linears
+from angpt.models.float8 import Float8Linear, Scale, float8_linears
 from angpt.models.primitives import LearnedScale, Linear, RMSNorm
 from angpt.training.strategy import Strategy
 
@@ -58,9 +58,9 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
     """
     found: dict[str, dict[int, Tensor]] = {}
 
-    def note(name: str, layer: int, x: Tensor, scale: Tensor | None) -> None:
+    def note(name: str, layer: int, x: Tensor, scale: Scale | None) -> None:
         sizes = x.float().abs()
-        scaled, squares = sizes * (measured_scale(x) if scale is None else scale), sizes.square()
+        scaled, squares = sizes * (measured_scale(x) if scale is None else scale.value), sizes.square()
         parts = {
             "saturated": (scaled > LARGEST).float().mean(),
             "zero": ((scaled <= HALF_STEP) & (sizes > 0)).float().mean(),
@@ -73,8 +73,7 @@ def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
         note(f"{name}_input", layer, x.detach(), part.x_scale)  # again in the backward pass if blocks are recomputed
 
         def backward(dy: Tensor) -> None:
-            rows = dy.flatten(0, -2)
-            note(f"{name}_gradient", layer, rows, part.scale_of_gradient(rows))
+            note(f"{name}_gradient", layer, dy, part.dy_scale)
 
         y.register_hook(backward)  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from angpt.errors import UserError
-from angpt.fast import tuning
 from angpt.fast.decode import by_kernels, supports
 from angpt.float8 import has_e4m3
 from angpt.inference.engine import Engine, PromptReader, padded, reader_of, shown_slots
@@ -174,32 +173,19 @@ def test_fp8_weights_are_left_to_plain_operations_before_ada(
     assert supports(model) == (known or kind == "int8")
 
 
-@pytest.mark.parametrize("prompts", [False, True])
-@pytest.mark.parametrize("eight_bit", [False, True])
-def test_kernels_are_the_default_where_they_have_been_measured(
-    prompts: bool, eight_bit: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (tuning.DECODE_AUTO_ROWS, tuning.DECODE_AUTO_8_BIT, tuning.PROMPT_KERNELS) == (4, False, False)
-    monkeypatch.setattr(tuning, "PROMPT_KERNELS", prompts)
-    monkeypatch.setattr(tuning, "DECODE_AUTO_8_BIT", eight_bit)
-    wide = fold(tiny(d_model=32))
+def test_kernels_are_the_default_on_a_gpu() -> None:
     full = fold(tiny(d_model=32)).prepare("cpu", torch.bfloat16)
-    found = [default_form(full, rows) for rows in (1, 4, 5, 32)]
-    assert found == [(True, prompts), (True, prompts), (False, prompts), (False, prompts)]
-    for kind in ("int8", "fp8"):
-        assert [default_form(quantize(full, kind), rows) for rows in (4, 5)] == [(eight_bit, prompts), (False, prompts)]
-    assert default_form(wide, 1) == (False, False)
+    for model in (full, quantize(full, "int8"), quantize(full, "fp8")):
+        assert [default_form(model, rows) for rows in (1, 5, 128)] == [(True, True)] * 3
+    assert default_form(fold(tiny(d_model=32)), 1) == (False, False)  # in fp32
     assert not decode_step.applies(full, torch.tensor([0]), 0, [], 1)
     assert not read_prompts.applies(full, torch.tensor([[0]]), 0, [])
-    monkeypatch.setattr(tuning, "DECODE_AUTO_ROWS", 5)
-    assert [default_form(full, rows)[0] for rows in (5, 6)] == [True, False]
 
 
-@pytest.mark.parametrize(("rows", "module"), [(4, "decode_kernels"), (5, "rows_kernels")])
+@pytest.mark.parametrize(("rows", "module"), [(2, "decode_kernels"), (3, "rows_kernels")])
 def test_a_few_rows_and_many_have_their_own_kernels(rows: int, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from angpt.fast import decode_kernels, rows_kernels
 
-    assert tuning.DECODE_AUTO_ROWS <= tuning.DECODE_ROWS == 4  # `auto` has no kernels for many rows
     for kernels in (decode_kernels, rows_kernels):
         monkeypatch.setattr(kernels, "decode", lambda *args, name=kernels.__name__: name)
     assert by_kernels(folded(), OnGPU([0] * rows), 0, [], 1) == f"angpt.fast.{module}"

@@ -12,6 +12,7 @@ from angpt.float8 import E4M3
 from angpt.models.primitives import make_context
 from angpt.operations import OPERATIONS, kernels, use_kernels
 from angpt.optim.states import ParameterState
+from tests.fast import test_float8_kernels as fused
 from tests.models.conftest import some_tokens, tiny
 from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
@@ -181,6 +182,8 @@ def test_every_kernel_is_reached_by_an_operation(monkeypatch):
         with torch.set_grad_enabled(name not in WITHOUT_GRADIENT):
             outcome(name, operation.fast)
     OPERATIONS["decode_step"].fast(*decoding(rows=5, slots=128))  # which has kernels of its own
+    for name, arguments in fused.examples().items():  # which compiler passes put in place of others
+        getattr(torch.ops.angpt, name)(*arguments)
     assert launched == kernels_launched_from_python()
 
 

@@ -14,7 +14,15 @@ from angpt.constraints import Constraint
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3, LARGEST, WEIGHT_SCALE, measured_scale, scale_of_bound, to_e4m3
 from angpt.models.angpt import AnGPT, AnGPTBlock
-from angpt.models.float8 import ROUNDING, Float8Product, float8_linears, input_scales, length_in_e4m3
+from angpt.models.float8 import (
+    ROUNDING,
+    Float8Product,
+    Scale,
+    float8_linears,
+    gradient_scale,
+    input_scales,
+    length_in_e4m3,
+)
 from angpt.models.primitives import LearnedScale, attend, lerp, norm, nu_lerp
 from tests.models.conftest import TINY, some_tokens, tiny
 
@@ -74,10 +82,10 @@ def test_products_and_gradients_are_those_of_rounded_operands(constant, stored):
     values = to_e4m3(weight, s_w) if stored else None
     leaf = torch.zeros((), dtype=torch.bfloat16).expand(48, 32) if stored else weight.clone()
     x.requires_grad_(), leaf.requires_grad_()
-    tokens = 8  # the largest power of two within the 12
-    scales = [torch.tensor(float(s)) for s in (s_x, s_w, s_y / tokens)]
+    scales = [torch.tensor(float(s)) for s in (s_x, s_w, s_y)]
     known = scales if constant else [None, scales[1] if stored else None, None]
-    y = Float8Product.apply(x, leaf, values, *known, 1.7)
+    pairs = [t for s in known for t in ((None, None) if s is None else Scale.of(s))]
+    y = Float8Product.apply(x, leaf, values, 1.7, *pairs)
     kept = {t.data_ptr() for t in y.grad_fn.saved_tensors}
     assert (values if stored else leaf).data_ptr() in kept  # no second copy of the matrix is kept for the backward pass
     y.backward(dy)
@@ -146,7 +154,7 @@ def largest_inputs(model):
 
     for name, part in float8_linears(compute):
         assert part.values.float().abs().max() <= WEIGHT_SCALE
-        part.observer = partial(note, name.split(".")[-1], part.x_scale)
+        part.observer = partial(note, name.split(".")[-1], part.x_scale.value)
     with torch.no_grad():
         compute(some_tokens(2, 8))
     del largest["W_d"]
@@ -242,24 +250,27 @@ def test_gradients_have_a_scale_from_that_of_the_logits(size, tokens):
     model = tiny("angpt").float()
     with torch.no_grad():
         model.s_z.stored.copy_(size * model.s_z.scale / model.s_z.init)
-    for _, part in float8_linears(low_precision(model, E4M3)):
-        scale = part.scale_of_gradient(torch.zeros(tokens, 1)).item()
-        assert 128 * (1 - 2**-20) < scale * size / tokens <= 256 * (1 + 2**-20)
-        assert math.log2(scale).is_integer()
+    scale = gradient_scale(model.s_z(), tokens).item()
+    assert 128 * (1 - 2**-20) < scale * size / tokens <= 256 * (1 + 2**-20)
+    assert math.log2(scale).is_integer()
 
 
 def test_the_scale_of_gradients_follows_that_of_the_logits_in_every_pass():
-    """Also after parameters are loaded, as a run does that resumes."""
+    """And the tokens of the pass; also after parameters are loaded, as a run does that resumes."""
     model, other = tiny("angpt").float(), tiny("angpt", seed=5).float()
-    compute, tokens = low_precision(model, E4M3), some_tokens(2, 8)
+    compute = low_precision(model, E4M3)
     expected = []
-    for change in (lambda: model.s_z.stored.mul_(10), lambda: model.s_z.stored.mul_(0.01), lambda: load(model, other)):
+    changes = (lambda: model.s_z.stored.mul_(10), lambda: model.s_z.stored.mul_(0.01), lambda: load(model, other))
+    for rows, change in enumerate(changes, start=2):
         with torch.no_grad():
             change()
-        expected.append(256 / model.s_z().square().mean().sqrt().item())
-        compute(tokens, tokens).backward()
-        assert [part.dy_scale.item() for _, part in float8_linears(compute)] == pytest.approx([expected[-1]] * 8)
-    assert len({math.floor(math.log2(scale)) for scale in expected}) == 3
+        tokens = some_tokens(rows, 8)
+        exact = 256 * tokens.numel() / model.s_z().square().mean().sqrt().item()
+        expected.append(2.0 ** math.floor(math.log2(exact)))
+        compute(tokens=tokens, targets=tokens).backward()
+        found = [(part.dy_scale.value.item(), part.dy_scale.inverse.item()) for _, part in float8_linears(compute)]
+        assert found == [(expected[-1], 1 / expected[-1])] * 8
+    assert len(set(expected)) == 3
 
 
 def load(model, other):

@@ -10,7 +10,7 @@ import torch
 from angpt.errors import UserError
 from angpt.fast.precision import low_precision
 from angpt.float8 import E4M3
-from angpt.models.float8 import float8_linears
+from angpt.models.float8 import Scale, float8_linears
 from angpt.training.engine import recompute_blocks
 from angpt.training.hardware import check_precision
 from angpt.training.launch import start
@@ -66,7 +66,7 @@ def test_what_is_recorded(recompute):
         recompute_blocks(compute, compiled=False)
     seen = {}
     for name, part in float8_linears(compute):
-        part.x_scale = torch.tensor(2.0 ** (14 if name.endswith("W_qkv") else -4))
+        part.x_scale = Scale.of(torch.tensor(2.0 ** (14 if name.endswith("W_qkv") else -4)))
         part.register_forward_pre_hook(lambda part, args, name=name: seen.update({name: args[0].detach()}))
     found = float8_scalars(compute, batch)
     assert {len(values) for values in found.values()} == {2}
@@ -74,7 +74,7 @@ def test_what_is_recorded(recompute):
     assert all(part.observer is None for _, part in float8_linears(compute))
     for name, part in float8_linears(compute):
         x = seen[name].double()
-        scaled = x * part.x_scale.item()
+        scaled = x * part.x_scale.value.item()
         layer, kind = int(name.split(".")[1]), f"{name.split('.')[-1]}_input"
         zero = (scaled.clamp(-448, 448).to(E4M3).double() == 0) & (x != 0)
         assert found[f"{kind}_zero"][layer] == pytest.approx(zero.double().mean().item(), abs=1e-6)
