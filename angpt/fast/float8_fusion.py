@@ -108,7 +108,7 @@ def _fuse(graph: Graph, conversion: Node, arguments: dict[str, Any]) -> None:
     values = fused.operation(*(x.meta["val"] if isinstance(x, Node) else x for x in operands))
     if values[0].shape != chain[0].meta["val"].shape:
         return
-    rest = {key: value for key, value in kernel.meta.items() if key not in ("val", "tensor_meta")}
+    rest = {key: value for key, value in kernel.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")}
     with graph.inserting_before(kernel):
         call = graph.call_function(fused.operation, operands)
         items = [graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
