@@ -1,5 +1,6 @@
 """All numbers tuned for one GPU: tile sizes, warps and programs, at the shapes of the 0.5B model. They change the
-speed, not the results. They were measured on an NVIDIA H200 (docs/performance.md), except those said not to be."""
+speed, not the results, except FLOAT8_FAST_SIZE. They were measured on an NVIDIA H200 (docs/performance.md), except
+those said not to be."""
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200."""
