@@ -63,13 +63,12 @@ DECODE_TILE, DECODE_SPLITS = 64, 16
 DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
-"""Decode with many rows: programs that a kernel should have, so that all multiprocessors read; not measured."""
+"""Decode with many rows: programs that a kernel should have, so that all multiprocessors read."""
 DECODE_LEAST_DEPTH = 256
-"""Decode with many rows: smallest number of columns of a matrix per program, where several share its rows; not
-measured."""
+"""Decode with many rows: smallest number of columns of a matrix per program, where several share its rows."""
 DECODE_TILES = {16: (64, 128, 4, 4), 32: (32, 256, 4, 4), 64: (32, 64, 4, 4), 128: (32, 64, 8, 4)}
-"""Decode with many rows, by the rows of a tile, not measured: rows of the matrix, depth per iteration, warps, software
-pipeline depth."""
+"""Decode with many rows, by the rows of a tile (that of 64 rows is not measured): rows of the matrix, depth per
+iteration, warps, software pipeline depth."""
 
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not
