@@ -125,27 +125,23 @@ def models() -> dict[str, dict]:
         },
         "quantize": build(float8._quantize, bytes_ | {"x_ptr": BF16}, float8.WARPS, CONVERT=True, **square),
         "transpose": build(float8._quantize, bytes_ | {"x_ptr": FP8}, float8.WARPS, CONVERT=False, **square),
-        **in_8_bits(float8, lerp, packed, normed),
+        **in_8_bits(float8, packed, normed),
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
     }
 
 
-def in_8_bits(k, lerp, packed, normed) -> dict[str, dict]:
+def in_8_bits(k, packed, normed) -> dict[str, dict]:
     """Kernels that write e4m3 and its transpose, at the shapes of the 0.5B model."""
     both = {"scale_ptr": FP32, "y_ptr": FP8, "t_ptr": FP8}
     rows = both | {"n_rows": "i32"}
-    pair, stream = rows | {"uz_ptr": BF16, "width": "i32"}, rows | {"h_ptr": BF16, "x_ptr": BF16, "alpha_ptr": FP32}
-    back = stream | {"dy_ptr": BF16, "more_ptr": BF16, "dh_ptr": BF16, "terms_ptr": FP32}
+    pair = rows | {"uz_ptr": BF16, "width": "i32"}
     heads = {name: kind for name, kind in packed.items() if name != "heads"} | both
     heads |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), BF16) | {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
-    update = {name: value for name, value in lerp.items() if name != "NORMED"} | {"width": 1024} | k.UPDATE
     large, gate = {"LARGEST": 448.0}, {"FACTOR": 1.5} | k.SWIGLU
     return {
         "swiglu, e4m3": build(k._swiglu_e4m3, pair, **gate, **large),
         "swiglu backward, e4m3": build(k._swiglu_backward_e4m3, pair | {"dh_ptr": BF16}, **gate, **large),
-        "update, e4m3": build(k._update_e4m3, stream | {"stream_ptr": BF16}, **update, **large),
-        "update backward, e4m3": build(k._update_backward_e4m3, back, ADD=True, **update | k.UPDATE_BACK, **large),
         **{
             f"heads backward, e4m3, {d}": build(
                 k._heads_backward_e4m3,

@@ -35,22 +35,6 @@ def _heads(k: dict[str, Any]) -> tuple[Any, ...]:
     return k["qkv_ptr"], k["cos_ptr"], k["sin_ptr"], *gains, k["dq_ptr"], k["dk_ptr"], k["dv_ptr"]
 
 
-def _update_backward(k: dict[str, Any]) -> tuple[Any, ...]:
-    """With the sum of two gradients of the stream as part of the kernel."""
-    dy, more = k["dy_ptr"], None
-    if _is_sum(dy) and len(dy.users) == 1:
-        dy, more = dy.args
-    return k["h_ptr"], k["x_ptr"], k["alpha_ptr"], dy, more, k["NU"], k["TIMES"]
-
-
-def _is_sum(node: Node) -> bool:
-    """True for a sum of two tensors that are alike, without a factor."""
-    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(term, Node) for term in node.args):
-        return False
-    a, b = (term.meta["val"] for term in node.args)  # type: ignore[union-attr]
-    return a.shape == b.shape == node.meta["val"].shape and a.dtype == b.dtype == node.meta["val"].dtype
-
-
 FUSED = {
     block_kernels._swiglu.fn: Fused(ours.swiglu_e4m3.default, lambda k: (k["uz_ptr"], k["FACTOR"]), "h_ptr"),
     block_kernels._swiglu_backward.fn: Fused(
@@ -59,17 +43,9 @@ FUSED = {
     head_kernels._heads_backward.fn: Fused(
         ours.heads_backward_e4m3.default, _heads, "dqkv_ptr", ("q_terms_ptr", "k_terms_ptr")
     ),
-    block_kernels._update.fn: Fused(
-        ours.update_e4m3.default,
-        lambda k: (k["h_ptr"], k["x_ptr"], k["alpha_ptr"], k["NU"], k["TIMES"]),
-        "y_ptr",
-        ("y_ptr",),
-    ),
-    block_kernels._update_backward.fn: Fused(
-        ours.update_backward_e4m3.default, _update_backward, "dx_ptr", ("dh_ptr", "terms_ptr")
-    ),
 }
-"""Fused forms by the function of the kernel. Those of the residual update have no norm of the result (nGPT)."""
+"""Fused forms by the function of the kernel. Those of the residual update and of its gradient were no faster than two
+kernels (docs/fp8.md)."""
 
 
 def fuse_conversions(graph: Graph) -> None:
@@ -100,9 +76,9 @@ def _fuse(graph: Graph, conversion: Node, arguments: dict[str, Any]) -> None:
         return
     function, given = _launch(kernel)
     fused = FUSED.get(function)
-    if fused is None or result.args[1] != fused.result or given.get("NORMED") or not scale < kernel:
+    if fused is None or result.args[1] != fused.result or not scale < kernel:
         return
-    if fused.result not in fused.others and any(len(node.users) > 1 for node in chain):
+    if any(len(node.users) > 1 for node in chain):
         return
     operands = (*fused.arguments(given), scale)
     values = fused.operation(*(x.meta["val"] if isinstance(x, Node) else x for x in operands))

@@ -3,8 +3,8 @@
 Tensor cores read both operands of a product in e4m3 along the dimension that is summed over, so gradients need the
 transposes of inputs, output gradients and matrices.
 
-The kernels of SwiGLU, the heads and the residual update have the numbers in registers that the next product reads. They
-have forms here that write them in e4m3 only, with the transpose; `fusion` puts these in place of a kernel and the
+The kernels of SwiGLU and of the heads' gradient have the numbers in registers that the next product reads. They have
+forms here that write them in e4m3 only, with the transpose; `float8_fusion` puts these in place of a kernel and the
 conversion of its result. All round to the precision of their inputs first, so that a result is that of both kernels.
 """
 
@@ -18,14 +18,12 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from angpt.fast import tuning
-from angpt.fast.block_kernels import _coefficients, _inverse_root
 from angpt.fast.head_kernels import _angles, _norm_rotated_backward, _partner
 from angpt.float8 import E4M3, LARGEST
 from angpt.models.primitives import EPS
 
 TILE, WARPS = tuning.FLOAT8_TILE, tuning.FLOAT8_WARPS
-SWIGLU, UPDATE, HEADS = tuning.FLOAT8_SWIGLU, tuning.FLOAT8_UPDATE, tuning.FLOAT8_HEADS
-UPDATE_BACK = UPDATE | {"maxnreg": tuning.FLOAT8_REGISTERS}
+SWIGLU, HEADS = tuning.FLOAT8_SWIGLU, tuning.FLOAT8_HEADS
 
 
 @triton.jit
@@ -260,128 +258,4 @@ _fused(
     " Tensor dv, Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)",
     _heads_results,
     _launch_heads,
-)
-
-
-# The residual update without a norm of the result. A program reads its rows twice: for their sums, then, from the cache
-# and from the last columns to the first, for the result.
-
-
-@triton.jit
-def _chunk(number, row, n_rows, width: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """First column of a chunk, its columns, where it is from the first row on, and whether that exists."""
-    col = row * 0 + number * COLS
-    rows, cols, inside = _inside(row, col, n_rows, width, ROWS, COLS)
-    return col, col + cols, rows * width + (number * COLS + cols), inside
-
-
-@triton.jit
-def _update_e4m3(
-    h_ptr, x_ptr, alpha_ptr, scale_ptr, stream_ptr, y_ptr, t_ptr, n_rows, width: tl.constexpr,
-    NU: tl.constexpr, TIMES: tl.constexpr, EPS: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS
-    first = row * width
-    squares, scale = tl.zeros((ROWS, COLS), tl.float32), tl.load(scale_ptr)
-    chunks: tl.constexpr = (width + COLS - 1) // COLS
-    for number in range(chunks):
-        _, cols, at, inside = _chunk(number, row, n_rows, width, ROWS, COLS)
-        x = tl.load(x_ptr + first + at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        squares += x * x
-    inverse = _inverse_root(tl.sum(squares, axis=1, keep_dims=True), EPS)
-    for number in range(chunks):
-        col, cols, at, inside = _chunk(chunks - 1 - number, row, n_rows, width, ROWS, COLS)
-        h = tl.load(h_ptr + first + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        x = tl.load(x_ptr + first + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        a, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-        y = (a * h + b * x * inverse).to(h_ptr.dtype.element_ty)
-        tl.store(stream_ptr + first + at, y, inside)
-        _write(y, scale, y_ptr, t_ptr, row, col, n_rows, width, width, LARGEST)
-
-
-@triton.jit
-def _update_backward_e4m3(
-    h_ptr, x_ptr, alpha_ptr, dy_ptr, more_ptr, scale_ptr, dh_ptr, y_ptr, t_ptr, terms_ptr, n_rows, width: tl.constexpr,
-    ADD: tl.constexpr, NU: tl.constexpr, TIMES: tl.constexpr, EPS: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The gradient of the result is dy, with ADD plus `more`."""
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = program.to(tl.int64) * ROWS
-    first = row * width
-    squares, scale = tl.zeros((ROWS, COLS), tl.float32), tl.load(scale_ptr)
-    dots = tl.zeros((ROWS, COLS), tl.float32)
-    chunks: tl.constexpr = (width + COLS - 1) // COLS
-    for number in range(chunks):
-        _, cols, at, inside = _chunk(number, row, n_rows, width, ROWS, COLS)
-        x = tl.load(x_ptr + first + at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        dy = _gradient(dy_ptr + first, more_ptr + first, at, inside, ADD, "evict_last")
-        _, b, _, _ = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-        squares += x * x
-        dots += x * b * dy
-    inverse = _inverse_root(tl.sum(squares, axis=1, keep_dims=True), EPS)
-    parallel = tl.sum(dots, axis=1, keep_dims=True) * inverse
-    for number in range(chunks):
-        col, cols, at, inside = _chunk(chunks - 1 - number, row, n_rows, width, ROWS, COLS)
-        h = tl.load(h_ptr + first + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        unit = tl.load(x_ptr + first + at, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * inverse
-        dy = _gradient(dy_ptr + first, more_ptr + first, at, inside, ADD, "evict_first")
-        a, b, slope_a, slope_b = _coefficients(alpha_ptr, cols, cols < width, NU, TIMES)
-        tl.store(dh_ptr + first + at, a * dy, inside)
-        terms = tl.sum(dy * (h * slope_a + unit * slope_b), axis=0, keep_dims=True)
-        tl.store(terms_ptr + program.to(tl.int64) * width + cols, terms, cols < width)
-        dx = ((b * dy - unit * parallel) * inverse).to(x_ptr.dtype.element_ty)
-        _write(dx, scale, y_ptr, t_ptr, row, col, n_rows, width, width, LARGEST)
-
-
-@triton.jit
-def _gradient(dy_ptr, more_ptr, at, inside, ADD: tl.constexpr, POLICY: tl.constexpr):
-    dy = tl.load(dy_ptr + at, inside, 0.0, eviction_policy=POLICY).to(tl.float32)
-    if ADD:
-        dy += tl.load(more_ptr + at, inside, 0.0, eviction_policy=POLICY).to(tl.float32)
-        dy = dy.to(dy_ptr.dtype.element_ty).to(tl.float32)
-    return dy
-
-
-def _update_results(h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: Tensor) -> tuple[Tensor, ...]:
-    return *_both(h.numel() // h.shape[-1], h.shape[-1], h), torch.empty(h.shape, dtype=h.dtype, device=h.device)
-
-
-def _launch_update(
-    h: Tensor, x: Tensor, alpha: Tensor, nu: bool, times: float, scale: Tensor, y: Tensor, t: Tensor, stream: Tensor
-) -> None:
-    _update_e4m3[(triton.cdiv(len(y), UPDATE["ROWS"]),)](
-        h, x, alpha, scale, stream, y, t, *y.shape, NU=nu, TIMES=times, EPS=EPS, LARGEST=LARGEST, **UPDATE
-    )
-
-
-def _update_backward_results(
-    h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, more: Tensor | None, nu: bool, times: float, scale: Tensor
-) -> tuple[Tensor, ...]:
-    n, width = h.numel() // h.shape[-1], h.shape[-1]
-    terms = torch.empty(triton.cdiv(n, UPDATE["ROWS"]), width, dtype=torch.float32, device=h.device)
-    return *_both(n, width, h), torch.empty(h.shape, dtype=h.dtype, device=h.device), terms
-
-
-def _launch_update_backward(
-    h: Tensor, x: Tensor, alpha: Tensor, dy: Tensor, more: Tensor | None, nu: bool, times: float, scale: Tensor,
-    y: Tensor, t: Tensor, dh: Tensor, terms: Tensor,
-) -> None:  # fmt: skip
-    _update_backward_e4m3[(len(terms),)](
-        h, x, alpha, dy, dy if more is None else more, scale, dh, y, t, terms, *y.shape,
-        ADD=more is not None, NU=nu, TIMES=times, EPS=EPS, LARGEST=LARGEST, **UPDATE_BACK,
-    )  # fmt: skip
-
-
-_fused(
-    "update_e4m3(Tensor h, Tensor x, Tensor alpha, bool nu, float times, Tensor scale) -> (Tensor, Tensor, Tensor)",
-    _update_results,
-    _launch_update,
-)
-_fused(
-    "update_backward_e4m3(Tensor h, Tensor x, Tensor alpha, Tensor dy, Tensor? more, bool nu, float times,"
-    " Tensor scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    _update_backward_results,
-    _launch_update_backward,
 )

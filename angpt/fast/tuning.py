@@ -27,15 +27,13 @@ FLOAT8_FAST_SIZE = 4096
 """Products in 8 bits: up to this size of the second operand, sums are kept in tensor cores (`use_fast_accum`), which is
 3 to 10 % faster. Longer sums would lose too many bits (docs/fp8.md), and more outputs are not faster."""
 FLOAT8_SWIGLU = {"ROWS": 128, "COLS": 64, "num_warps": 8}
-"""SwiGLU in 8 bits: rows and columns of a tile, and warps; not measured."""
-FLOAT8_UPDATE = {"ROWS": 32, "COLS": 128, "num_warps": 8}
-"""Residual update in 8 bits: rows of a program, columns at a time; not measured."""
+"""SwiGLU in 8 bits: rows and columns of a tile, and warps; others were not tried."""
 FLOAT8_HEADS = {"ELEMENTS": 4096, "HEADS": 4, "num_warps": 8}
-"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other; not
-measured."""
+"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other; others
+were not tried."""
 FLOAT8_REGISTERS = 128
-"""Most registers per thread of the backward passes of heads and residual update in 8 bits, so that two programs of 8
-warps fit on a multiprocessor. They need no more (tests/test_compiled.py), but the compiler would use more."""
+"""Most registers per thread of the gradient of heads in 8 bits, so that two programs of 8 warps fit on a
+multiprocessor. It needs no more (tests/test_compiled.py), but the compiler would use more."""
 
 LOSS_LANES, LOSS_ELEMENTS, LOSS_WARPS = 512, 8, 16
 """Cross-entropy: lanes per row, logits per lane and loop iteration, warps that share them."""

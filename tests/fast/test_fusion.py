@@ -407,11 +407,12 @@ def test_what_is_left_of_the_sums_of_a_block():
 def test_all_products_of_a_block_are_in_8_bits():
     """Four forward, eight backward, none of them left to another precision; they cannot add.
 
-    Two of the eight tensors that anGPT converts have passes of their own: h, which another block writes, and A·v.
+    Five of the eight tensors that anGPT converts have passes of their own: h, twice, A·v, and the gradients of the
+    outputs of both blocks.
     """
     # Products in 8 bits, in place, others; sums, multiplications, copies; conversions. nGPT multiplies u and z by
     # learned gains and norms its stream; GPT+ multiplies its matrices by their scales and converts them, too.
     gptplus = {"forward": [4, 0, 0, 2, 8, 0, 4], "backward": [8, 0, 0, 0, 0, 0, 8]}
     ngpt = {"forward": [4, 0, 0, 0, 1, 0, 3], "backward": [8, 0, 0, 2, 2, 0, 3]}
-    angpt = {"forward": [4, 0, 0, 0, 0, 0, 2], "backward": [8, 0, 0, 1, 0, 0, 0]}
+    angpt = {"forward": [4, 0, 0, 0, 0, 0, 3], "backward": [8, 0, 0, 2, 0, 0, 2]}
     assert traced("fp8") == {"gpt+": gptplus, "ngpt": ngpt, "angpt": angpt}
