@@ -383,6 +383,8 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Both values of each setting that differs, by dotted name, without those in `ignored`. What the model leaves open
     has the value that it implies."""
+    if one == two:  # as for nearly all runs of a study
+        return {}
     first, second = (settings_of(dataclasses.replace(config, model=config.model.resolved())) for config in (one, two))
     pairs = {name: (value, second[name]) for name, value in first.items() if name not in ignored}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

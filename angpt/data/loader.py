@@ -91,12 +91,12 @@ class Loader:
         if self.batch_size % world:
             raise UserError(f"a batch of {self.batch_size} windows cannot be divided evenly among {world} ranks")
         size = self.batch_size // world
-        positions = step * self.batch_size + rank * size + np.arange(size, dtype=np.int64)
-        epochs, items = np.divmod(positions, self.windows)
+        first = step * self.batch_size + rank * size
         chosen = np.empty(size, np.int64)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            here = epochs == epoch
-            chosen[here] = permute(items[here], self.windows, self.seed, epoch)
+        for epoch in range(first // self.windows, (first + size - 1) // self.windows + 1):
+            start, stop = (min(max(first, (epoch + i) * self.windows), first + size) for i in (0, 1))
+            items = np.arange(start, stop, dtype=np.int64) - epoch * self.windows
+            chosen[start - first : stop - first] = permute(items, self.windows, self.seed, epoch)
         return self.data.gather(chosen * self.context, self.context + 1)
 
 

@@ -47,12 +47,14 @@ class Absent:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart for the page: SVG for both widths, the address of the numbers (a data URI unless they are many), and its
-    line charts as data, which the script of the page draws instead."""
+    """A chart for the page: SVG, the address of the numbers (a data URI unless they are many), and its line charts as
+    data, which the script of the page draws instead."""
 
     chart: Chart
     wide: str
-    narrow: str
+    narrow: str | None
+    """The form for a phone; None for line charts, which the script draws at any width. Without scripts, a phone
+    scrolls the wide form."""
     data_uri: str
     panels: list[dict[str, Any]]
 
@@ -62,9 +64,10 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
     for kind in ("png", "svg", "csv"):
         (folder / f"{chart.name}.{kind}").unlink(missing_ok=True)  # a link stays behind with what it points to
     with styled():
-        wide, tall = _laid_out(chart.draw(False)), _laid_out(chart.draw(True))
+        wide = _laid_out(chart.draw(False))
         wide.savefig(folder / f"{chart.name}.png", metadata={"Software": None})
-        svg, narrow = _svg(wide), _svg(tall)
+        svg, panels = _svg(wide), panels_of(wide)
+        narrow = None if panels else _svg(_laid_out(chart.draw(True)))
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     standalone = re.sub(r"(<svg [^>]*>)", rf"\1\n {background}", svg, count=1)
     (folder / f"{chart.name}.svg").write_text(standalone, encoding="utf-8")
@@ -73,9 +76,9 @@ def write_chart(chart: Chart, folder: Path) -> Drawn:
     return Drawn(
         chart,
         inline(svg, f"{chart.name}-wide", chart.alt),
-        inline(narrow, f"{chart.name}-narrow", chart.alt),
+        None if narrow is None else inline(narrow, f"{chart.name}-narrow", chart.alt),
         address(table, "text/csv", f"{folder.name}/{chart.name}.csv"),
-        panels_of(tall),
+        panels,
     )
 
 

@@ -165,10 +165,10 @@ def outer_labels(axes: list[Axes], narrow: bool) -> None:
             continue
         if spot.colspan.start > 0:
             ax.tick_params(labelleft=False)
-            ax.set_ylabel("")
+            ax.yaxis.label.set_visible(False)  # not removed: a page shows the panel by itself, with its label
         if (spot.rowspan.start + 1, spot.colspan.start) in places:
             ax.tick_params(labelbottom=False)
-            ax.set_xlabel("")
+            ax.xaxis.label.set_visible(False)
 
 
 def fold_legend(figure: Figure, axes: Axes, narrow: bool) -> None:

@@ -6,7 +6,7 @@ import shlex
 import time
 import traceback
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class Job:
     config: TrainConfig
     folder: Path
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         return make_plan(self.config)
 
@@ -79,9 +79,10 @@ def changed_settings(job: Job) -> list[str]:
     device is the device's, wherever the run was begun."""
     if not job.folder.exists():
         return []
-    stored = Run.open(job.folder).config()
-    device = stored.device if job.config.device == "auto" else job.config.device
-    return list(differences(make_plan(dataclasses.replace(job.config, device=device)).config, stored))
+    stored, plan = Run.open(job.folder).config(), job.plan
+    if job.config.device == "auto" and stored.device != plan.config.device:
+        plan = make_plan(dataclasses.replace(job.config, device=stored.device))
+    return list(differences(plan.config, stored))
 
 
 def check_settings(job: Job) -> None:

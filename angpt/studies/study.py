@@ -84,6 +84,7 @@ class Study:
 
     def __init__(self, folder: Path, config: StudyConfig) -> None:
         self.folder, self.config = folder, config
+        self._known: dict[Point, Job] = {}
 
     @classmethod
     def read(cls, file: Path, folder: Path) -> "Study":
@@ -126,7 +127,9 @@ class Study:
             check(make_plan(config if on_this_machine else dataclasses.replace(config, device="cpu")))
 
     def job(self, point: Point) -> Job:
-        return Job(run_config(self.config, point), self.run_folder(point))
+        if point not in self._known:
+            self._known[point] = Job(run_config(self.config, point), self.run_folder(point))
+        return self._known[point]
 
     def run_folder(self, point: Point) -> Path:
         name = point.full_name if self.config.names == "full" else point.short_name

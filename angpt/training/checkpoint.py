@@ -139,8 +139,11 @@ class Writer(AbstractContextManager["Writer"]):
             self.error = UserError(f"{target}: the checkpoint could not be written: {error}")
             if main:
                 shutil.rmtree(part, ignore_errors=True)
-                good = newest(self.folder)
-                last = f"The last good one is {good.name}" if good else "There is no earlier one"
+                try:
+                    good = newest(self.folder)
+                    last = f"The last good one is {good.name}" if good else "There is no earlier one"
+                except UserError as unreadable:
+                    last = str(unreadable)
                 self.error = UserError(f"{self.error}. {last}; fix the cause and continue with --resume")
 
     def _on_all(self, act: Callable[[], T]) -> list[T]:
@@ -203,8 +206,13 @@ def complete(part: Path, target: Path, state: State, keep: int) -> None:
 
 
 def found(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.is_dir())
+    """The complete checkpoints in a folder, oldest first; an error if it cannot be listed, since they may be there."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.startswith(PREFIX) and path.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # to start from step 0 would replace them
+        raise UserError(f"{folder}: checkpoints cannot be listed ({error.strerror}); try again") from error
 
 
 def newest(folder: Path) -> Path | None:

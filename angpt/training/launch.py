@@ -1,6 +1,7 @@
 """Starts and resumes runs: connects the processes, and checks settings and data before anything is written."""
 
 import dataclasses
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,16 @@ def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = Fals
         if (again or restarted()) and strategy.share(out.exists):
             return proceed(config, plan, data, Run.open(out), reporter, strategy, signals)
         run = strategy.share(lambda: Run.create(out, plan.config))
-        with opened(run, reporter, strategy) as reporter:
-            return Trainer(plan, run, *data, reporter, strategy).train(signals)
+        trainer = None
+        try:
+            with opened(run, reporter, strategy) as reporter:
+                trainer = Trainer(plan, run, *data, reporter, strategy)
+                return trainer.train(signals)
+        except (MemoryError, RuntimeError):
+            # Of a model that does not fit, nothing is left; of several ranks, the logs stay.
+            if strategy.size == 1 and (trainer is None or trainer.step == 0):
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
 
 
 def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None, signals: bool = True) -> Summary:

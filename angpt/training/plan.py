@@ -25,8 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": E4M3}
 """The dtype of matrices by the setting `precision`."""
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 """Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
-MOST_BATCH_TOKENS = 1 << 30
-"""Far beyond every batch in use; a larger one is a mistake, found before its indices fill the memory."""
+MOST_BATCH_TOKENS = 1 << 27
+"""Twice the largest batch in use; a larger one is a mistake, found before its tokens fill the memory."""
 
 
 @dataclass(frozen=True)

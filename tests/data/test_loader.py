@@ -1,4 +1,5 @@
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -101,6 +102,20 @@ def test_a_batch_may_hold_several_epochs(stream):
     assert loader.windows == 2
     starts = loader.batch(3)[:, 0].reshape(5, 2)
     assert all(set(pair) == {0, 400} for pair in starts.tolist())
+
+
+def test_a_batch_of_many_epochs_takes_as_long_as_its_windows(tmp_path, monkeypatch):
+    """Not as long as its windows times its epochs. The order of windows takes most of the time, and is left out."""
+    monkeypatch.setattr("angpt.data.loader.permute", lambda items, *_: items)
+    write_raw(tmp_path / "x_train_0.bin", np.arange(1000))
+    data = TokenData.open(tmp_path, "train")
+    seconds = []
+    for batch, steps in ((1 << 12, 128), (1 << 19, 1)):
+        start = time.process_time()
+        for step in range(steps):
+            Loader(data, 8, batch, seed=0).batch(step)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 4 * seconds[0], seconds
 
 
 def test_uneven_ranks_and_too_few_tokens_are_errors(stream):

@@ -72,3 +72,11 @@ def test_few_layers_have_a_legend_and_many_a_colour_bar(layers: int, axes: int) 
     assert len(figure.legends) == 2 - axes
     names = [line["name"] for line in panels_of(figure)[0]["series"]]
     assert names == [*(f"layer {i}" for i in range(1, layers)), "out"]
+
+
+def test_a_panel_beside_others_keeps_its_labels() -> None:
+    """In the wide figure only the panel at the left shows them."""
+    series = [(name, np.arange(3.0), np.ones((3, 2))) for name in ("one", "two")]
+    figure = layer_panels(series, narrow=False, columns=2, ylabel="mean of α")
+    assert [ax.yaxis.label.get_visible() for ax in figure.axes] == [True, False]
+    assert [panel["labels"] for panel in panels_of(figure)] == [["tokens", "mean of α"]] * 2

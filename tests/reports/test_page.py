@@ -31,6 +31,8 @@ DRAWINGS = 3
 PAPER = "https://arxiv.org/abs/2505.22014"
 INSIDE = ("norms", "gamma", "bound", "factors", "learned", "logit-scales", "robustness", "attention")
 """What an analysis shows of runs that did not record the first moment."""
+BARS = ("costs", "robustness")
+"""Figures that the script does not draw, and that have a narrow form."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +127,7 @@ def test_the_page_says_what_was_found_and_how_to_repeat_it(complete: Written) ->
 def test_every_figure_is_there_as_png_svg_and_csv_with_its_description(complete: Written) -> None:
     page = Page(complete.html)
     drawn = [values for tag, values in page.tags if tag == "svg"]
-    assert len(drawn) == 2 * len(CHARTS + INSIDE) + DRAWINGS
+    assert len(drawn) == len(CHARTS + INSIDE + BARS) + DRAWINGS
     assert all(values["role"] == "img" and len(values["aria-label"] or "") > 40 for values in drawn)
     links = {v["download"]: v["href"] or "" for tag, v in page.tags if tag == "a" and "download" in v}
     for name in CHARTS + INSIDE:
@@ -209,7 +211,7 @@ def test_ids_are_unique_and_references_find_them(complete: Written) -> None:
 
 def test_figures_take_the_colours_of_the_page(complete: Written) -> None:
     svgs = re.findall(r'class="picture[^>]*>(<svg .*?</svg>)', complete.html, re.DOTALL)
-    assert len(svgs) == 2 * len(CHARTS + INSIDE)
+    assert len(svgs) == len(CHARTS + INSIDE + BARS)
     for svg in svgs:
         assert "currentColor" in svg
         assert "#000000" not in svg.lower()
@@ -260,7 +262,7 @@ def test_a_comparison_under_way(tmp_path: Path) -> None:
     assert "Partial: 2 of 6 runs finished, 2 diverged, 1 unfinished, 1 waiting." in page.text
     assert "50 % done" in page.text
     assert_table_is_result(page.cells, result)
-    assert sum(tag == "svg" for tag, _ in page.tags) == 2 * len(CHARTS) + DRAWINGS
+    assert sum(tag == "svg" for tag, _ in page.tags) == len(CHARTS) + 1 + DRAWINGS  # the narrow form of costs
 
 
 def test_before_the_first_step_each_part_says_why_it_is_empty(tmp_path: Path) -> None:
@@ -329,6 +331,13 @@ def test_every_line_of_gamma_has_a_name_of_its_own(complete: Written) -> None:
     assert names == [{("GPT+, attention", ""), ("GPT+, MLP", "")}] * 2
 
 
+def test_only_figures_that_the_script_does_not_draw_have_a_narrow_form(complete: Written) -> None:
+    figures = re.findall(r"<figure id.*?</figure>", complete.html, flags=re.DOTALL)
+    assert len(figures) > 5
+    for figure in figures:
+        assert ('class="picture narrow"' in figure) == ('<script type="application/json">' not in figure)
+
+
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     evil = "angpt/<script>alert('1')</script>\"&$x$"
     results = run_results(["gpt+", evil], [40_000])
@@ -385,7 +394,8 @@ def test_many_runs_with_many_evaluations_make_a_small_page(tmp_path: Path) -> No
     assert isinstance(chart, Chart)
     drawn = write_chart(chart, tmp_path)
     assert {line["note"] for panel in drawn.panels for line in panel["series"]} == {""}  # means alone
-    assert len(drawn.wide) + len(drawn.narrow) + len(drawn.data_uri) + len(json.dumps(drawn.panels)) < 1_000_000
+    assert drawn.narrow is None  # the script draws it
+    assert len(drawn.wide) + len(drawn.data_uri) + len(json.dumps(drawn.panels)) < 1_000_000
     assert drawn.data_uri == f"{tmp_path.name}/loss.csv"
     assert (tmp_path / "loss.csv").read_text().count("\n") == 1 + 100 * len(runs)
 

@@ -82,7 +82,9 @@ def test_a_report_of_trained_models(data: Path, tmp_path: Path) -> None:
         results.append(run_result(folders[-1].name, architecture, 2560, 0, summary.val_loss or 0.0, summary.seconds))
     page = write_report(tmp_path, folders, make_result(results), tmp_path / "out")
     html = page.read_text()
-    assert html.count("<svg ") == 14 + 16 + 3  # figures, those of the inside, and the architectures
+    assert (
+        html.count("<svg ") == 8 + 9 + 3
+    )  # figures, those of the inside (one each is narrow, too), and the architectures
     assert html.count("<pre><span") == 6
     assert torch.__version__ in html
     losses = (tmp_path / "out" / "figures" / "loss.csv").read_text().splitlines()

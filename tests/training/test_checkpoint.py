@@ -217,6 +217,32 @@ def test_one_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch, name):
         checkpoint.newest(tmp_path)
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch, number):
+    """Otherwise a run would start over, and replace its checkpoints."""
+    save(tmp_path, 1)
+
+    def fail(path="."):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "listdir", fail)  # the one that pathlib calls, by its version
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(UserError, match=rf"checkpoints cannot be listed .{os.strerror(number)}.; try again"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_disk_that_can_neither_be_written_nor_read_is_one_error(tmp_path, monkeypatch):
+    """The thread that writes reads the checkpoint before, to name it; what it raises there would be a traceback."""
+    save(tmp_path, 1)
+
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(checkpoint, "file_sha256", fail)
+    with pytest.raises(UserError, match=r"step-000000002: the checkpoint could not be written: .*step-000000001: the"):
+        save(tmp_path, 2)
+
+
 def test_every_changed_character_of_the_state_is_found(tmp_path):
     """The checkpoint counts as damaged, or its state is the same."""
     save(tmp_path, 1)

@@ -116,7 +116,7 @@ def test_micro_batches_divide_the_batch():
     ("overrides", "message"),
     [
         ({"micro_batch": 3}, "micro_batch = 3 does not divide the 8 sequences"),
-        ({"batch_tokens": 1 << 40}, "batch_tokens = 1,099,511,627,776: at most 1,073,741,824 tokens are possible"),
+        ({"batch_tokens": 1 << 40}, "batch_tokens = 1,099,511,627,776: at most 134,217,728 tokens are possible"),
         ({"batch_tokens": 100}, "batch_tokens = 100 is no multiple of model.context = 32"),
         ({"device": "gpu"}, "device must be 'auto' or 'cpu' or 'cuda', not 'gpu'"),
         ({"seed": -1}, "seed must be in [0, 2⁶³), not -1"),
