@@ -101,7 +101,7 @@ def losses_of_choice(model: Folded, prompt: list[int], tokens: list[int], decode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_on_a_gpu_write_what_single_steps_write(dtype: torch.dtype) -> None:
     """In fp32 the tokens of plain steps on the CPU; in bf16, up to rounding, the likeliest ones by the kernels for one
-    row: the batch has kernels for up to four rows, and plain operations for five."""
+    row: the batch has those for up to two rows, and those for many from three on."""
     model: Folded = fold(tiny("angpt", d_model=128, context=512).float())
     prompts = [[1, 2, 3], [4] * 30, [7], [5, 6] * 9, [8] * 200]
     expected = [generate(model, [prompt], 40, GREEDY)[0] for prompt in prompts]
