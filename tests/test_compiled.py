@@ -42,7 +42,7 @@ def test_they_fit_the_registers_and_read_wide(folder):
             continue
         assert found["stack"] <= 24, name  # up to six registers at the edge; what this is for are hundreds of bytes
         assert found["loads"].get("v4.b32", 0) > 0, name
-        if "e4m3" in name:
+        if ", e4m3" in name:
             assert found["stores"].keys() - {"b32"} == {"v4.b32"}, name  # also the transpose; terms are single numbers
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)
         assert narrow <= NARROW.get(name, 2), (name, found["loads"])
