@@ -245,7 +245,7 @@ def test_a_run_that_would_not_end_in_time_is_not_started(tmp_path, trained):
     assert not trained
     q.run(needed - 1, tmp_path / "a.tar")  # what is shorter and waits for nothing fills the gap
     assert trained
-    assert {name.partition("/")[0] for name in trained} <= {"relatives", "optimizers", "transfer", "rates"}
+    assert {name.partition("/")[0] for name in trained} <= {"relatives", "optimizers", "transfer", "rates", "batches"}
     q.run(needed + 5, tmp_path / "a.tar", stages=["tuning"], start=time.monotonic())
     assert "tuning/gpt+-adam-00" in trained
 

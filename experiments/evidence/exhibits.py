@@ -90,8 +90,8 @@ def step_time(results: Results, recipe: Recipe) -> Finding:
 
 
 def rates() -> Finding:
-    """The exponent of the best learning rate over the size, from the sweeps of docs/evidence/transfer."""
-    fit = fit_hparams(read_table([EVIDENCE / "transfer"], ("batch_tokens", "lr")))
+    """The exponent of the best learning rate over the size, from the sweeps of docs/evidence/transfer and rates."""
+    fit = fit_hparams(read_table([EVIDENCE / "transfer", EVIDENCE / "rates"], ("batch_tokens", "lr")))
     exponent = next(t.lr.law.exponents["parameters"] for t in fit.trends if t.architecture == "angpt")
     verdict = paper.HOLDS if exponent.high is not None and exponent.high < 0 else paper.OPEN
     return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M; batch: not testable here", verdict

@@ -341,6 +341,9 @@ FILES = (
     ("transfer", "transfer-40M.toml"),
     ("transfer", "transfer-80M.toml"),
     ("rates", "rates-80M.toml"),
+    ("batches", "batches-20M.toml"),
+    ("batches", "batches-40M.toml"),
+    ("batches", "batches-80M.toml"),
     ("defaults", "defaults.toml"),
     ("scaling", "scaling.toml"),
 )

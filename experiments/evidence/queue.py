@@ -38,6 +38,7 @@ STAGES = {
     "optimizers": "Muon at 100M tokens",
     "transfer": "rates of small models for larger ones",
     "rates": "test of these rates",
+    "batches": "batch sizes of small models",
     "defaults": "the defaults at 32M",
     "scaling": "7 other sizes",
 }
