@@ -99,7 +99,7 @@ class Float8Product(torch.autograd.Function):
 
 
 def _scale(value: Tensor | None, inverse: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and its inverse, measured if there is none."""
+    """A scale and its inverse; those of x are measured if they are not given."""
     if value is None or inverse is None:
         return Scale.of(measured_scale(x))
     return value, inverse
