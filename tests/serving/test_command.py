@@ -78,8 +78,9 @@ def test_a_second_signal_ends_a_server_whose_model_hangs(run: Run, number: signa
         process.stdout.readline()
         port = int(re.findall(":([0-9]+)/", process.stdout.readline())[0])
         with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15"
-            client.sendall(f'{head}\r\n\r\n{{"prompt": "x"}}'.encode())
+            body = '{"prompt": "x", "temperature": 0}'  # a sampled first token could end the text before any step
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json"
+            client.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
             assert process.stdout.readline() == "hangs\n"
             process.send_signal(number)
             with pytest.raises(subprocess.TimeoutExpired):
