@@ -6,7 +6,7 @@ import shlex
 import time
 import traceback
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,18 +50,8 @@ class Job:
 
 def ended(folder: Path) -> Summary | None:
     """The summary of a run that has finished or diverged; None while there is something left to do."""
-    path = folder / "summary.json"
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    summary = _summary(folder, stat.st_mtime_ns, stat.st_size)
+    summary = Run(folder).summary()
     return None if summary is None or summary.status == "interrupted" else summary
-
-
-@lru_cache(maxsize=65_536)
-def _summary(folder: Path, _mtime: int, _size: int) -> Summary | None:
-    return Run(folder).summary()
 
 
 def state_of(job: Job, running: bool) -> State:
@@ -79,7 +69,10 @@ def changed_settings(job: Job) -> list[str]:
     device is the device's, wherever the run was begun."""
     if not job.folder.exists():
         return []
-    stored, plan = Run.open(job.folder).config(), job.plan
+    run, plan = Run.open(job.folder), job.plan
+    if run.has_text_of(plan.config):  # which is read much faster than the settings
+        return []
+    stored = run.config()
     if job.config.device == "auto" and stored.device != plan.config.device:
         plan = make_plan(dataclasses.replace(job.config, device=stored.device))
     return list(differences(plan.config, stored))

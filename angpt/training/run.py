@@ -94,6 +94,10 @@ class Run:
         stat = (self.path / "config.toml").stat()
         return _config(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
+    def has_text_of(self, config: TrainConfig) -> bool:
+        """True if config.toml is to the byte what `create` writes for this configuration."""
+        return (self.path / "config.toml").read_bytes() == to_toml(config).encode(errors="surrogateescape")
+
     def write_config(self, config: TrainConfig) -> None:
         """Replace the configuration if it differs."""
         if config != self.config():
@@ -101,8 +105,11 @@ class Run:
 
     def summary(self) -> Summary | None:
         """How the run ended; None while it is running, or if it was killed."""
-        path = self.path / "summary.json"
-        return read_json(Summary, path, "remove it and continue with --resume") if path.exists() else None
+        try:
+            stat = (self.path / "summary.json").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _summary(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def write_summary(self, summary: Summary) -> None:
         text = json.dumps(seal(asdict(summary)), indent=1, allow_nan=False)
@@ -131,6 +138,11 @@ class Run:
 @lru_cache(maxsize=8192)
 def _config(folder: Path, *_version: int) -> TrainConfig:
     return read_toml(TrainConfig, folder / "config.toml")
+
+
+@lru_cache(maxsize=65_536)
+def _summary(folder: Path, *_version: int) -> Summary:
+    return read_json(Summary, folder / "summary.json", "remove it and continue with --resume")
 
 
 def environment(device: torch.device) -> dict[str, str]:
