@@ -117,7 +117,8 @@ class Float8Linear(Linear):
     dy_scale: Scale | None
     """Scale of the gradient of the output, which follows the parameters and the tokens of each forward pass."""
     values: Tensor | None
-    """The matrix in e4m3, which the optimizer writes; then `weight` has no storage and only receives the gradient."""
+    """The matrix in e4m3, which the optimizer writes, or FSDP; then `weight` has no storage and only receives the
+    gradient."""
 
     observer: Callable[[Tensor, Tensor], None] | None
     """Called in the forward pass, where it is not compiled, with the input and the output before a learned factor."""
@@ -132,7 +133,8 @@ class Float8Linear(Linear):
 
 
 def use_float8(model: Decoder, copied: bool) -> None:
-    """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only."""
+    """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only. Otherwise
+    whoever gathers them sets their `values`."""
     device, bounded = model.W_h.weight.device, set(model.constraints())
     x_scales = input_scales(model)
     known = {x: Scale.of(torch.tensor(x, device=device)) for x in set(x_scales.values()) if x is not None}
@@ -177,7 +179,7 @@ def input_scales(model: Decoder) -> dict[str, float | None]:
     h = ROUNDING if design.update_norm else math.sqrt(1 + updates) * ROUNDING ** (1 + updates)
     scale = scale_of_bound(h)
     rounded = (length_in_e4m3(*of, cfg.d_model) for of in ((1.0, WEIGHT_SCALE), (h, scale)))
-    v = nu.qkv * math.prod(rounded) * ROUNDING**4  # in bf16: W before e4m3, where it is gathered; v; A; A·v
+    v = nu.qkv * math.prod(rounded) * ROUNDING**3  # v, A and A·v in bf16
     own_attention = model.Block.attend is not Block.attend
     hidden = nu.acf * nu.uz**2 * (math.sqrt(cfg.d_model) * GAIN_MARGIN if design.s_uz else 1.0)
     return {

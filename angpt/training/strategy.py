@@ -27,6 +27,7 @@ from angpt.float8 import E4M3
 from angpt.models.decoder import Decoder
 from angpt.models.float8 import use_float8
 from angpt.optim.states import Shards
+from angpt.training.gathering import GatheredInE4M3, gather_in_e4m3
 from angpt.training.ranks import join, launched_rank, launched_ranks, lost_rank
 from angpt.training.reducer import GradientReducer
 from angpt.training.watchdog import Watchdog
@@ -267,11 +268,13 @@ class FSDP(Distributed):
         gathered = stream_dtype(dtype)
         reduce_dtype = torch.float32 if wide_reduce else gathered
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        if dtype == E4M3:
+            gather_in_e4m3(model)
         vectors = [p for p in model.parameters() if not is_matrix(p)]
         for part in (*model.blocks, model):  # one block at a time: the whole model need not fit on the device
             part.to(self.device)
             fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
-        if dtype == E4M3:  # every rank converts the matrices that it gathers
+        if dtype == E4M3:
             use_float8(model, copied=False)
         register_fsdp_forward_method(model, "input_lengths")
         self.model = model
@@ -283,7 +286,8 @@ class FSDP(Distributed):
         self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def local(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        rows = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return rows.rows if isinstance(rows, GatheredInE4M3) else rows
 
     def shard(self, parameter: Tensor) -> Shard:
         if not hasattr(parameter, "to_local"):  # a vector, or a matrix that is gathered now

@@ -1,0 +1,97 @@
+"""Matrices in 8 bits under FSDP: ranks exchange e4m3 values, half the bytes of bf16.
+
+The optimizer keeps the rows of a rank in fp32. FSDP lets a tensor say what is gathered in its place
+(`fsdp_pre_all_gather`) and what becomes of that (`fsdp_post_all_gather`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
+from angpt.models.decoder import Decoder
+from angpt.models.float8 import Float8Linear
+from angpt.models.primitives import Linear
+
+aten = torch.ops.aten
+KEPT = {
+    aten.detach.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, aten.new_zeros.default,
+    aten.as_strided.default, aten.clone.default, aten._to_copy.default,
+}  # fmt: skip
+"""What FSDP does with a parameter to shard it. The result is a `GatheredInE4M3` too; that of all else is a tensor."""
+
+
+class GatheredInE4M3(Tensor):
+    """The rows of a bounded matrix on one rank, gathered as e4m3.
+
+    The values of all ranks go to the `Float8Linear`. Its weight then has no storage and only receives the gradient.
+    """
+
+    rows: Tensor
+    owner: Linear
+    """Whose weight it is: a `Float8Linear` by the time it is gathered."""
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, owner: Linear) -> "GatheredInE4M3":
+        self: GatheredInE4M3 = Tensor._make_wrapper_subclass(
+            cls, rows.shape, strides=rows.stride(), storage_offset=rows.storage_offset(), dtype=rows.dtype,
+            device=rows.device,
+        )  # fmt: skip
+        self.rows, self.owner = rows, owner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        owners: list[Linear] = []
+
+        def rows(tensor: GatheredInE4M3) -> Tensor:
+            owners.append(tensor.owner)
+            return tensor.rows
+
+        plain, options = tree_map_only(cls, rows, (args, kwargs or {}))
+        result = function(*plain, **options)
+        return tree_map_only(Tensor, lambda x: cls(x, owners[0]), result) if function in KEPT else result
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """What this rank sends, with as many rows as any other."""
+        missing = -(-outer_size[0] // mesh.size()) - len(self.rows)
+        values = to_e4m3(self.rows, WEIGHT_SCALE).view(torch.uint8)
+        return (nn.functional.pad(values, (0, 0, 0, missing)),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[()]] | None:
+        """Hand the gathered values over. What is returned, the first time, becomes the weight."""
+        assert isinstance(self.owner, Float8Linear)
+        shape = self.owner.weight.shape
+        self.owner.values = outputs[0][: shape[0]].view(E4M3)
+        if out is not None:
+            return None
+        return outputs[0].new_zeros((), dtype=dtype).expand(shape).as_subclass(_WithoutStorage), ()
+
+
+class _WithoutStorage(Tensor):
+    """Zeros of which FSDP takes a view with strides that would need storage, and gets them as they are."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.as_strided:
+            return args[0].as_subclass(Tensor)
+        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def gather_in_e4m3(model: Decoder) -> None:
+    """Let FSDP, which is to shard the model, gather the bounded matrices of its blocks in e4m3."""
+    bounded = set(model.constraints())
+    for name, part in model.blocks.named_modules():
+        if isinstance(part, Linear) and f"blocks.{name}.weight" in bounded:
+            part.weight = nn.Parameter(GatheredInE4M3(part.weight.detach(), part))
