@@ -27,7 +27,18 @@ from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 from experiments.evidence import pages, paper, queue, relatives, tables, tokens
 from experiments.evidence.__main__ import main
-from experiments.evidence.protocol import ADDED, ARMS, BUDGETS, DATA, EVIDENCE, TRIED, Protocol, arm_name, make_trials
+from experiments.evidence.protocol import (
+    ADDED,
+    ARMS,
+    BUDGETS,
+    DATA,
+    EVIDENCE,
+    TRIED,
+    Protocol,
+    arm_name,
+    make_trials,
+    space_of,
+)
 from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
 from experiments.evidence.results import Results
 
@@ -157,32 +168,35 @@ def test_a_trial_that_is_missing_leaves_the_choice_open(tmp_path):
     assert all(item.provisional for item in itertools.chain(protocol.final(), protocol.ablation()))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, -3, -2, -1])
-def test_the_edge_rule_adds_trials_to_every_arm_and_shifts_one(tmp_path, place):
-    points = Protocol((tmp_path,)).points
-    names = [f"gpt+-adam-{i:02d}" for i in range(TRIED)]
-    best = sorted(names, key=lambda name: points[name]["optimizer.lr"])[place]
-    middle = {}
-    for arm in ARMS[1:]:  # the best trial of the others has rates inside
-        own = [f"{arm_name(arm)}-{i:02d}" for i in range(TRIED)]
-        keys = [key for key in ("optimizer.lr", "optimizer.adam_lr") if key in points[own[0]]]
-        ranks = {n: [sorted(points[m][k] for m in own).index(points[n][k]) for k in keys] for n in own}
-        middle[arm] = next(n for n in own if all(2 <= r < TRIED - 2 for r in ranks[n]))
-    tuned(tmp_path, lambda name, config: 3.0 if name in (best, *middle.values()) else 4.0)
-    protocol, edge = Protocol((tmp_path,)), place in (0, 1, -2, -1)
-    assert protocol.extended is edge
-    assert {arm: bool(protocol.edges(arm)) for arm in ARMS} == {arm: edge and arm == "gpt+" for arm in ARMS}
-    for arm in ARMS:
-        trials = protocol.trials(arm, protocol.extended)
-        assert len(trials) == (TRIED + ADDED if edge else TRIED)
+@pytest.mark.parametrize("side", [-1, 0, 1])
+@pytest.mark.parametrize("key", ["optimizer.lr", "optimizer.adam_lr", "optimizer.weight_decay", "optimizer.warmup"])
+def test_the_edge_rule_adds_trials_to_every_arm_and_moves_a_setting_of_one(tmp_path, monkeypatch, key, side):
+    """In the best trial, number 5, all settings but one are in the middle of those of its arm."""
+    arm, points = "gpt+:muon", json.loads((EVIDENCE / "trials.json").read_text(encoding="utf-8"))
+    for other in ARMS:
+        own = [points[f"{arm_name(other)}-{i:02d}"] for i in range(TRIED)]
+        for setting in space_of(other):
+            values = sorted(trial[setting] for trial in own)
+            place = TRIED // 2 if (other, setting) != (arm, key) or side == 0 else 1 if side < 0 else TRIED - 2
+            holder = next(trial for trial in own if trial[setting] == values[place])
+            holder[setting], own[5][setting] = own[5][setting], holder[setting]
+    best = f"{arm_name(arm)}-05"
+    monkeypatch.setattr(Protocol, "points", points)
+    tuned(tmp_path, lambda name, config: 3.0 if name.endswith("-05") else 4.0)
+    protocol = Protocol((tmp_path,))
+    assert protocol.edges(arm) == ({key: side} if side else {})
+    assert not any(protocol.edges(other) for other in ARMS if other != arm)
+    assert protocol.extended is bool(side)
+    low, high = space_of(arm)[key]
+    for other in ARMS:
+        trials = protocol.trials(other, protocol.extended)
+        assert len(trials) == (TRIED + ADDED if side else TRIED)
         for trial in trials[TRIED:]:
-            factor = (0.5 if place >= 0 else 2.0) if arm == "gpt+" else 1.0
-            assert trial.settings["optimizer.lr"] == pytest.approx(
-                factor * points[trial.name]["optimizer.lr"], rel=6e-3
-            )
-            assert {k: v for k, v in trial.settings.items() if k != "optimizer.lr"} == {
-                k: v for k, v in points[trial.name].items() if k != "optimizer.lr"
-            }
+            expected = dict(points[trial.name])
+            if other == arm:  # log-uniform from half of to twice the best value, where it was log-uniform in its range
+                place = math.log(expected[key] / low) / math.log(high / low)
+                expected[key] = pytest.approx(min(1.0, points[best][key] / 2 * 4**place), rel=6e-3)
+            assert trial.settings == expected
 
 
 def test_final_runs_have_the_chosen_settings_fresh_seeds_and_all_of_the_text(tmp_path):
@@ -405,6 +419,20 @@ def test_parts_that_travel_alone_are_the_same_tokens_as_all_together(tmp_path):
 )
 def test_verdicts(ours, theirs, none, verdict):
     assert paper.judged(ours, theirs, none) == verdict
+
+
+def test_an_arm_of_which_a_seed_diverged_has_no_mean_and_no_speed_up(tmp_path):
+    tuned(tmp_path)
+    for item in Protocol((tmp_path,)).final():
+        diverged = item.name == "angpt-160M-s2"
+        write(tmp_path / item.folder, item.config, status="diverged" if diverged else "finished")
+    results = Results(tmp_path)
+    assert results.diverged("angpt", "160M")
+    assert results.row("angpt", "160M", results.with_adam) is None
+    assert results.row("angpt", "80M", results.with_adam) is not None
+    text = [row for row in tables.tests(results, results.primary, adjusted=True).rows if row[1] == "160M"]
+    assert [row[-1] for row in text[:2]] == ["anGPT diverged"] * 2
+    assert ("anGPT", "160M", "diverged", "", "") in tables.speed_ups(results).rows
 
 
 def test_verdicts_on_no_effect():

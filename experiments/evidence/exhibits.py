@@ -26,7 +26,8 @@ def exhibits(results: Results) -> Table:
     found: list[tuple[str, str, Finding]] = [
         ("Figure 1", "input norms grow with depth in GPT+, little in anGPT, not in nGPT", inside["The residual norm"]),
         ("Table 1", "the architectures", ("[the same, from the code](../table1.md)", paper.HOLDS)),
-        ("Figures 2, G.1", "the best rate of anGPT falls with size; its best batch grows", rates()),
+        ("Figures 2, G.1", "the best learning rate of anGPT falls with size", rates()),
+        ("Figures 2, G.1", "its best batch grows with size", ("", paper.NOT_RUN)),
         ("Figure 3", "anGPT needs 1.4 times fewer tokens than GPT+", speed["angpt"]),
         ("Figure 3", "nGPT needs 1.29 times fewer tokens than GPT+", speed["ngpt"]),
         ("Table 2", "a step of anGPT takes 2.75 % more time than one of GPT+", time["angpt"]),
@@ -68,7 +69,7 @@ def claim(results: Results, start: str) -> Finding:
     if not found:
         return "", paper.NOT_RUN
     verdict = paper.HOLDS if all(holds for _, holds in found) else paper.FAILS
-    return f"{' '.join(text for text, _ in found)} ({models})", verdict
+    return f"{' '.join(text for text, _ in found)} ({models})", verdict + ("" if results.analysed else ", provisional")
 
 
 def speed_up(results: Results, recipe: Recipe) -> Finding:
@@ -94,11 +95,11 @@ def rates() -> Finding:
     fit = fit_hparams(read_table([EVIDENCE / "transfer", EVIDENCE / "rates"], ("batch_tokens", "lr")))
     exponent = next(t.lr.law.exponents["parameters"] for t in fit.trends if t.architecture == "angpt")
     verdict = paper.HOLDS if exponent.high is not None and exponent.high < 0 else paper.OPEN
-    return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M; batch: not testable here", verdict
+    return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M", verdict
 
 
 def fewer_settings(results: Results) -> Finding:
-    """Warm-up and decay help GPT+ by more than a tie, and anGPT by less."""
+    """Warm-up and decay help GPT+ by more than a tie, and anGPT by less, against the chosen settings trained again."""
     keys, protocol = ("optimizer.warmup", "optimizer.weight_decay"), results.protocol
     gains = {}
     for arm in ("gpt+", "angpt"):
@@ -128,6 +129,10 @@ def worst_ablation(results: Results) -> str:
     return min(found, key=ORDER.index)
 
 
+MOST_TASKS = 4
+"""Tasks, more than half of all, by which anGPT must lead for its claim to hold."""
+
+
 def tasks_verdict(results: Results) -> Finding:
     one, two = results.tasks("gpt+"), results.tasks("angpt")
     if one is None or two is None:
@@ -138,5 +143,6 @@ def tasks_verdict(results: Results) -> Finding:
         if a and b and a.stderr and b.stderr and abs(a.value - b.value) > 2 * math.hypot(a.stderr, b.stderr):
             gain = (b.value - a.value) * (1 if a.metric == "acc" else -1)
             better, worse = better + (gain > 0), worse + (gain < 0)
-    verdict = paper.FAILS if worse > better else paper.HOLDS if better >= 4 else paper.WEAK if better else paper.OPEN
+    lead = better - worse
+    verdict = paper.FAILS if lead < 0 else paper.HOLDS if lead >= MOST_TASKS else paper.WEAK if lead else paper.OPEN
     return f"better on {better}, worse on {worse} by two standard errors; [table](#tasks)", verdict

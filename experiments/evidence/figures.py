@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from angpt.present.style import DASHED, label_axis, log_ticks, looks, panels, plain_log_axis
 from angpt.present.words import label, quantity
 from angpt.stats import mean_interval
-from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, SENSITIVITY, Protocol
+from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, SENSITIVITY, Protocol, arm_name
 from experiments.evidence.results import Results, curve
 
 
@@ -57,18 +57,20 @@ def losses_figure(results: Results) -> Figure:
 
 def sensitivity_figure(protocol: Protocol) -> Figure:
     """Tuning loss above that of the chosen settings, as one setting changes."""
-    figure, axes = panels(2 * len(SENSITIVITY), narrow=False, columns=3, height=2.8)
+    figure, axes = panels(2 * len(SENSITIVITY), narrow=False, columns=len(SENSITIVITY), height=2.8)
     places = [(key, suffix) for suffix in ("", ":muon") for key in SENSITIVITY]
     for ax, (key, suffix) in zip(axes, places, strict=True):
         for arm in (name for name in ARMS if (":" in name) == bool(suffix)):
-            look, chosen = looks([arm.partition(":")[0]])[arm.partition(":")[0]], protocol.chosen(arm).loss or 0.0
+            look = looks([arm.partition(":")[0]])[arm.partition(":")[0]]
+            chosen = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen") or 0.0
             found = curve(protocol, arm, key).items()
             points = [
                 (float(v.lstrip("x")), loss - chosen) for v, loss in found if loss is not None and loss < math.inf
             ]
-            ax.plot(*zip(*points, strict=True), look.marker, ls=DASHED, color=look.color, label=label(arm))
+            if points:
+                ax.plot(*zip(*points, strict=True), look.marker, ls=DASHED, color=look.color, label=label(arm))
         ax.set(xlabel=key.rpartition(".")[2], ylabel="loss − chosen", ylim=(-0.02, 0.5))
-        if key.endswith("lr"):
+        if "x4" in SENSITIVITY[key]:
             plain_log_axis(ax, "x")
         ax.legend()
     return figure

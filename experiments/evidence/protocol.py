@@ -35,7 +35,9 @@ MUON_LR = (7.5e-3, 0.12)
 TRIED, ADDED, SOBOL_SEED = 12, 4, 20
 """Trials of every arm, those that the edge rule adds to every arm, and the seed of their sequence."""
 EDGE = 2
-"""The best trial is at the edge if its rate is one of so many lowest or highest of its arm."""
+"""The best trial is at the edge of a setting if its value is one of so many lowest or highest of its arm."""
+OCTAVES = 2.0
+"""Width of the range of a setting in added trials, around the value of the best trial, if that is at the edge."""
 TIE = 0.01
 """Trials within so many nats of the best of their arm are named beside it."""
 RATES = ("optimizer.lr", "optimizer.adam_lr")
@@ -123,6 +125,13 @@ def configured(*layers: Mapping[str, Any]) -> TrainConfig:
     return from_dict(TrainConfig, values)
 
 
+def space_of(recipe: Recipe) -> dict[str, tuple[float, float]]:
+    """The range of every setting of an arm that is not one of two values."""
+    architecture, _, optimizer = recipe.partition(":")
+    space = dict(ADAM[architecture])
+    return {"optimizer.lr": MUON_LR, "optimizer.adam_lr": space.pop("optimizer.lr"), **space} if optimizer else space
+
+
 def make_trials() -> dict[str, Settings]:
     """Settings of every trial by name, a scrambled Sobol sequence for each arm, in the order in which they run."""
     from scipy.stats import qmc
@@ -130,9 +139,7 @@ def make_trials() -> dict[str, Settings]:
     found = {}
     for recipe in ARMS:
         architecture, _, optimizer = recipe.partition(":")
-        space = dict(ADAM[architecture])
-        if optimizer:
-            space = {"optimizer.lr": MUON_LR, "optimizer.adam_lr": space.pop("optimizer.lr"), **space}
+        space = space_of(recipe)
         points = qmc.Sobol(len(space) + 1, rng=SOBOL_SEED).random(TRIED + ADDED).tolist()
         for i, point in enumerate(points):
             ranges = zip(point, space.items(), strict=False)
@@ -186,23 +193,30 @@ class Protocol:
         for name in names[: TRIED + ADDED if extended else TRIED]:
             settings = self.points[name]
             if int(name[-2:]) >= TRIED:
-                shifts = self.edges(recipe)
-                settings = settings | {k: float(f"{settings[k] * 2.0**side:.3g}") for k, side in shifts.items()}
+                settings = settings | {key: self._moved(recipe, key, settings[key]) for key in self.edges(recipe)}
             found.append(Trial(name, settings, self.loss("tuning", name)))
         return found
 
     def _edges(self, recipe: Recipe) -> dict[str, int]:
-        """The rates of the best of the first trials of an arm that are at the edge: −1 the lowest, 1 the highest."""
+        """The settings of the best of the first trials of an arm that are at the edge: −1 the lowest, 1 the highest."""
         first = self.trials(recipe, extended=False)
         best = self.best(first)
         found = {}
-        for key in RATES if best else ():
-            rates = sorted(trial.settings[key] for trial in first if key in trial.settings)
-            if rates and best.settings[key] in rates[:EDGE]:
+        for key in space_of(recipe) if best else ():
+            values = sorted(trial.settings[key] for trial in first)
+            if best.settings[key] in values[:EDGE]:
                 found[key] = -1
-            elif rates and best.settings[key] in rates[-EDGE:]:
+            elif best.settings[key] in values[-EDGE:]:
                 found[key] = 1
         return found
+
+    def _moved(self, recipe: Recipe, key: str, value: float) -> float:
+        """A value at the same place in a range around that of the best of the first trials; at most 1, like decay."""
+        low, high = space_of(recipe)[key]
+        place = math.log(value / low) / math.log(high / low)
+        best = self.best(self.trials(recipe, extended=False))
+        assert best is not None
+        return min(1.0, float(f"{best.settings[key] * 2 ** (OCTAVES * (place - 0.5)):.3g}"))
 
     @staticmethod
     def best(trials: list[Trial]) -> Trial | None:
@@ -294,18 +308,23 @@ class Protocol:
         return min(known, key=lambda f: known[f], default=1.0), len(known) == len(losses)
 
     def sensitivity(self) -> Iterator[Item]:
-        """Learning rate, warm-up and decay around the chosen settings, on the tuning split, seed 0."""
+        """The chosen settings once more, and with one of them changed, on the tuning split with a fresh seed."""
+        for arm in ARMS:
+            yield self.varied(arm, "chosen", {})
         for key, values in SENSITIVITY.items():
             for value, arm in product(values, ARMS):
-                if value == "0" and not arm.startswith("gpt+"):
-                    continue  # the chosen settings have neither warm-up nor decay
                 chosen = self.chosen(arm).settings
-                settings = chosen | varied(key, value, chosen)
-                name = f"{arm_name(arm)}-{key.rpartition('.')[2]}-{value}"
-                # The first moment of GPT+ without warm-up is a figure of the paper.
-                moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
-                build = partial(configured, SHARED, TRIAL, settings, {"record_moments": moments})
-                yield Item("sensitivity", name, build, provisional=not self.tuned, analysed=moments)
+                if varies(arm, key, value):
+                    item = self.varied(arm, f"{key.rpartition('.')[2]}-{value}", varied(key, value, chosen))
+                    # The first moment of GPT+ without warm-up is a figure of the paper.
+                    moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
+                    build = partial(dataclasses.replace, item.config, record_moments=True) if moments else item.build
+                    yield dataclasses.replace(item, build=build, analysed=moments)
+
+    def varied(self, arm: Recipe, name: str, changes: Settings) -> Item:
+        settings = self.chosen(arm).settings | changes | {"seed": SEEDS[0]}
+        build = partial(configured, SHARED, TRIAL, settings)
+        return Item("sensitivity", f"{arm_name(arm)}-{name}", build, provisional=not self.tuned)
 
     def files(self) -> Iterator[Item]:
         """Relatives of Muon, and the runs of study files beside this module."""
@@ -333,8 +352,17 @@ SENSITIVITY: dict[str, tuple[str, ...]] = {
     "optimizer.lr": ("x0.25", "x0.5", "x2", "x4"),
     "optimizer.warmup": ("0", "0.1"),
     "optimizer.weight_decay": ("0", "0.1", "1"),
+    "model.stored_scale": ("x0.25", "x4"),
 }
 """Settings that are varied one at a time; a value with x multiplies the chosen one."""
+
+
+def varies(arm: Recipe, key: str, value: str) -> bool:
+    """True if a setting of an arm is varied to a value. GPT+ has no stored scale. The others are chosen without warm-up
+    and decay, and try one value of each."""
+    return (key != "model.stored_scale") if arm.startswith("gpt+") else value not in ("0", "1")
+
+
 FILES = (
     ("optimizers", "optimizers.toml"),
     ("transfer", "transfer-20M.toml"),
@@ -354,8 +382,8 @@ def varied(key: str, value: str, chosen: Settings) -> Settings:
     """The settings that a sensitivity run changes. With Muon, both rates are multiplied."""
     if not value.startswith("x"):
         return {key: float(value)}
-    factor = float(value[1:])
-    return {k: float(f"{chosen[k] * factor:.3g}") for k in RATES if k in chosen}
+    keys = [k for k in RATES if k in chosen] if key in RATES else [key]
+    return {k: float(f"{chosen[k] * float(value[1:]):.3g}") for k in keys}
 
 
 def _times(settings: Settings, key: str, factor: float) -> Settings:

@@ -15,7 +15,6 @@ from angpt.results import Result, Row
 from angpt.stats import Difference, Interval, holm, welch_test
 from angpt.studies.folders import summarise_runs
 from angpt.studies.grid import folder_name
-from angpt.training.run import Run
 from experiments.evidence.protocol import (
     ABLATION_SEEDS,
     ARCHITECTURES,
@@ -28,6 +27,7 @@ from experiments.evidence.protocol import (
     SENSITIVITY,
     Protocol,
     arm_name,
+    varies,
 )
 
 SIGNIFICANT = 0.01
@@ -61,9 +61,13 @@ class Results:
         return {s: self.protocol.loss(stage, f"{folder_name(recipe)}-{budget}-s{s}") for s in seeds}
 
     def complete(self, recipe: Recipe, budget: str) -> list[float]:
-        """The losses of all seeds; empty until all have finished."""
+        """The losses of all seeds; empty until all have finished, and if one has diverged."""
         found = [loss for loss in self.losses(recipe, budget).values() if loss is not None and loss < math.inf]
         return found if len(found) == len(self.losses(recipe, budget)) else []
+
+    def diverged(self, recipe: Recipe, budget: str) -> bool:
+        """True if a seed has diverged: then the arm has no mean at this budget."""
+        return math.inf in self.losses(recipe, budget).values()
 
     def compare(self, one: Recipe, two: Recipe, budget: str) -> Comparison:
         samples = self.complete(one, budget), self.complete(two, budget)
@@ -90,11 +94,16 @@ class Results:
         return [self.compare(one, two, budget) for budget in BUDGETS for one, two in pairs]
 
     def summary(self, arms: Sequence[Recipe], baseline: Recipe) -> Result | None:
-        """Means, changes, speed-ups and costs of the final runs of some arms; None without a run of the baseline."""
-        paths = sorted(path.parent for path in self.root.glob("final/*/summary.json"))
-        folders = [path for path in paths if Run(path).config().recipe in arms]
-        names = {Run(path).config().recipe for path in folders}
-        return summarise_runs(folders, baseline) if baseline in names else None
+        """Means, changes, speed-ups and costs of some arms, each at the budgets at which all its seeds have finished;
+        None without the baseline."""
+        cells = [(arm, budget) for budget, of in {**BUDGETS, **LARGEST}.items() for arm in of if arm in arms]
+        known = [(arm, budget) for arm, budget in cells if self.complete(arm, budget)]
+        folders = [
+            self.root / "final" / f"{folder_name(arm)}-{budget}-s{seed}"
+            for arm, budget in known
+            for seed in self.losses(arm, budget)
+        ]
+        return summarise_runs(folders, baseline) if any(arm == baseline for arm, _ in known) else None
 
     @cached_property
     def with_adam(self) -> Result | None:
@@ -114,12 +123,11 @@ class Results:
         return next((row for row in rows if row.architecture == recipe and row.budget == budget), None)
 
     def mean_speed_up(self, recipe: Recipe) -> Interval | None:
-        """The paper's measure: the mean over the budgets at which the speed-up over GPT+ is known, and not bounded. Its
+        """The paper's measure: the mean over budgets of the speed-up over GPT+; None if it is only bounded at one. Its
         interval has the means of their ends, which share the errors of the curve of GPT+."""
         rows = [self.row(recipe, budget, self.with_adam) for budget in (*BUDGETS, *LARGEST)]
-        found = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
-        known = [speed_up for speed_up in found if speed_up.relation == "="]
-        if not known:
+        known = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
+        if not known or any(speed_up.relation != "=" for speed_up in known):
             return None
         ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
         low, high = (sum(e) / len(e) for e in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)
@@ -169,6 +177,8 @@ def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
     """Tuning losses around the chosen settings as one of them changes; the chosen one is x1 or its own value."""
     chosen = protocol.chosen(arm)
     name = key.rpartition(".")[2]
-    found = {v: protocol.loss("sensitivity", f"{arm_name(arm)}-{name}-{v}") for v in SENSITIVITY[key]}
-    own = "x1" if key.endswith("lr") else f"{chosen.settings.get(key, 0.0):g}"
-    return dict(sorted((found | {own: chosen.loss}).items(), key=lambda item: float(item[0].lstrip("x"))))
+    values = [value for value in SENSITIVITY[key] if varies(arm, key, value)]
+    found = {v: protocol.loss("sensitivity", f"{arm_name(arm)}-{name}-{v}") for v in values}
+    own = "x1" if "x4" in SENSITIVITY[key] else f"{chosen.settings.get(key, 0.0):g}"
+    again = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
+    return dict(sorted((found | {own: again}).items(), key=lambda item: float(item[0].lstrip("x")))) if found else {}

@@ -82,13 +82,14 @@ def losses(results: Results) -> Table:
     return Table(("", *BUDGETS, *LARGEST), rows, left=range(5))
 
 
-def tests(found: Sequence[Comparison], adjusted: bool) -> Table:
+def tests(results: Results, found: Sequence[Comparison], adjusted: bool) -> Table:
     """Differences of means, their intervals and p-values."""
     rows = []
     for c in found:
         pair = f"{label(c.two)} − {label(c.one)}"
         if c.difference is None:
-            rows.append((pair, c.budget, "", "", *([""] if adjusted else []), "not run yet"))
+            gone = [f"{label(arm)} diverged" for arm in (c.one, c.two) if results.diverged(arm, c.budget)]
+            rows.append((pair, c.budget, "", "", *([""] if adjusted else []), ", ".join(gone) or "not run yet"))
             continue
         p = c.adjusted if adjusted else c.difference.p_value
         better = label(c.two if c.difference.estimate.mean < 0 else c.one)
@@ -113,7 +114,9 @@ def speed_ups(results: Results) -> Table:
                 continue
             same, adam = results.row(arm, budget, own), results.row(arm, budget, results.against_adam)
             if same is None or adam is None:
-                rows.append((label(arm), budget, "not run yet", "", ""))
+                rows.append(
+                    (label(arm), budget, "diverged" if results.diverged(arm, budget) else "not run yet", "", "")
+                )
                 continue
             found = same.speedup_tokens, same.speedup_seconds, adam.speedup_tokens
             rows.append((label(arm), budget, *(speedup(**vars(s)) if s else NONE for s in found)))
@@ -173,17 +176,18 @@ def improvements(results: Results, base: Recipe, of_paper: dict[str, float]) -> 
 
 
 def sensitivity(protocol: Protocol) -> Table:
-    """Tuning losses with other learning rates, warm-up and decay than the chosen ones."""
+    """Tuning losses with other values of one setting than the chosen one."""
     rows = []
     for arm in ARMS:
-        chosen = protocol.chosen(arm).loss if protocol.tuned else None
+        chosen = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
         for key in SENSITIVITY:
             found = {value: loss for value, loss in curve(protocol, arm, key).items() if loss is not None}
             text = ", ".join(f"{value.replace('x', '× ')}: {shown(loss, 3)}" for value, loss in found.items())
             worst = max(found.values(), default=math.nan)
             cost = f"{worst - chosen:+.3f}" if chosen is not None and len(found) > 1 and worst < math.inf else ""
             known = text if chosen is not None and len(found) > 1 else "not run yet"
-            rows.append((label(arm), key.rpartition(".")[2], known, cost))
+            if curve(protocol, arm, key):
+                rows.append((label(arm), key.rpartition(".")[2], known, cost))
     return Table(("", "setting", "tuning loss at each value", "worst − chosen"), rows, left=(0, 1, 2))
 
 
