@@ -215,10 +215,10 @@ def test_divergence_keeps_the_last_good_checkpoint(data, tmp_path, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["angpt", "angpt:muon"])
+@pytest.mark.parametrize(("recipe", "precision"), [("angpt", "auto"), ("angpt:muon", "auto"), ("angpt", "fp8")])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_interrupted_and_resumed_is_bitwise_the_same(data, tmp_path, strategy, recipe):
-    config = small(data, parallel=strategy, checkpoint_every=100).with_recipe(recipe)
+def test_interrupted_and_resumed_is_bitwise_the_same(data, tmp_path, strategy, recipe, precision):
+    config = small(data, parallel=strategy, checkpoint_every=100, precision=precision).with_recipe(recipe)
     whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
     spread(run_on_ranks, 2, config, whole.path)
     assert spread(run_on_ranks, 2, config, broken.path, 6) == ["interrupted"] * 2
