@@ -191,11 +191,11 @@ def correlation(x: "ArrayLike", y: "ArrayLike", ranks: bool = False) -> float | 
 
 
 def _ranks(values: "ArrayLike") -> "NDArray[np.float64]":
-    """The rank of each value; equal ones share the mean of theirs."""
+    """The rank of each value; equal ones share the mean of theirs. That of NaN is NaN."""
     import numpy as np
 
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[places]
+    return np.where(np.isnan(values), np.nan, (np.cumsum(counts) - (counts - 1) / 2)[places])
 
 
 def edge(values: "ArrayLike") -> tuple[int, int]:

@@ -162,6 +162,7 @@ def test_a_difference_without_freedom_says_so():
 
 
 def test_correlation():
+    assert math.isnan(correlation([1, 2, math.nan, 4], [1, 3, 2, 5], ranks=True))
     assert correlation([1, 2, 3], [2, 4, 6]) == pytest.approx(1)
     assert correlation([1.0, 2, 4], [3.0, 1, 0]) == pytest.approx(-39 / 42)
     assert correlation([1.0, 2, 40], [3.0, 1, 0], ranks=True) == pytest.approx(-1)

@@ -134,7 +134,7 @@ class Float8Linear(Linear):
 
 def use_float8(model: Decoder, copied: bool) -> None:
     """Let the matrices of blocks compute in 8 bits, in place. `copied`: bounded ones are kept in e4m3 only. Otherwise
-    whoever gathers them sets their `values`."""
+    FSDP sets their `values`."""
     device, bounded = model.W_h.weight.device, set(model.constraints())
     x_scales = input_scales(model)
     known = {x: Scale.of(torch.tensor(x, device=device)) for x in set(x_scales.values()) if x is not None}

@@ -1,10 +1,10 @@
 """Matrices in 8 bits under FSDP: ranks exchange e4m3 values, half the bytes of bf16.
 
-The optimizer keeps the rows of a rank in fp32. FSDP lets a tensor say what is gathered in its place
-(`fsdp_pre_all_gather`) and what becomes of that (`fsdp_post_all_gather`).
+The optimizer keeps the rows of a rank in fp32. FSDP lets a tensor choose what is sent in its place
+(`fsdp_pre_all_gather`) and what is made of what has been received (`fsdp_post_all_gather`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
-from angpt.models.decoder import Decoder
 from angpt.models.float8 import Float8Linear
 from angpt.models.primitives import Linear
 
@@ -21,7 +20,7 @@ KEPT = {
     aten.detach.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, aten.new_zeros.default,
     aten.as_strided.default, aten.clone.default, aten._to_copy.default,
 }  # fmt: skip
-"""What FSDP does with a parameter to shard it. The result is a `GatheredInE4M3` too; that of all else is a tensor."""
+"""What FSDP does with a parameter to shard it: returns a `GatheredInE4M3`, too. Other operations return a tensor."""
 
 
 class GatheredInE4M3(Tensor):
@@ -89,9 +88,9 @@ class _WithoutStorage(Tensor):
         return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-def gather_in_e4m3(model: Decoder) -> None:
-    """Let FSDP, which is to shard the model, gather the bounded matrices of its blocks in e4m3."""
-    bounded = set(model.constraints())
-    for name, part in model.blocks.named_modules():
-        if isinstance(part, Linear) and f"blocks.{name}.weight" in bounded:
+def gather_in_e4m3(block: nn.Module, bounded: Collection[str]) -> None:
+    """Let FSDP, which is to shard a block on its device, gather in e4m3 those of its matrices that are bounded, by the
+    names of their parameters."""
+    for name, part in block.named_modules():
+        if isinstance(part, Linear) and f"{name}.weight" in bounded:
             part.weight = nn.Parameter(GatheredInE4M3(part.weight.detach(), part))

@@ -268,14 +268,19 @@ class FSDP(Distributed):
         gathered = stream_dtype(dtype)
         reduce_dtype = torch.float32 if wide_reduce else gathered
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        if dtype == E4M3:
-            gather_in_e4m3(model)
         vectors = [p for p in model.parameters() if not is_matrix(p)]
-        for part in (*model.blocks, model):  # one block at a time: the whole model need not fit on the device
-            part.to(self.device)
-            fully_shard(part, mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
+        bounded = set(model.constraints())
+        for number, block in enumerate(model.blocks):  # one at a time: the whole model need not fit on the device
+            block.to(self.device)
+            if dtype == E4M3:
+                gather_in_e4m3(block, {name.removeprefix(f"blocks.{number}.") for name in bounded})
+            fully_shard(block, mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
+        fully_shard(model.to(self.device), mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
         if dtype == E4M3:
             use_float8(model, copied=False)
+        for part in (*model.blocks, model):  # the first time, FSDP may make padded shards anew, to which others refer
+            part.unshard()
+            part.reshard()
         register_fsdp_forward_method(model, "input_lengths")
         self.model = model
         self.reducer = GradientReducer(vectors, {}, self.size, wide_reduce)

@@ -17,7 +17,7 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
     yield "tuning", tuning_figure(results.protocol)
     if any(results.losses(arm, budget)[1] is not None for arm in ARMS for budget in BUDGETS):
         yield "losses", losses_figure(results)
-    if results.protocol.tuned:
+    if any(results.protocol.loss("sensitivity", f"{arm_name(arm)}-chosen") is not None for arm in ARMS):
         yield "sensitivity", sensitivity_figure(results.protocol)
 
 
@@ -46,7 +46,8 @@ def losses_figure(results: Results) -> Figure:
                 known = [x for x in results.losses(arm, budget).values() if x is not None and x < math.inf]
                 if arm in arms and known:
                     tokens = float(budget[:-1]) * 1e6
-                    points.append((tokens, mean_interval(known).mean))
+                    if results.complete(arm, budget):
+                        points.append((tokens, mean_interval(known).mean))
                     ax.plot([tokens] * len(known), known, look.marker, color=look.color, ms=3)
             ax.plot(*zip(*points, strict=True), color=look.color, label=label(arm)) if points else None
         ax.set(xscale="log", xlabel="tokens", ylabel="validation loss")
@@ -72,5 +73,6 @@ def sensitivity_figure(protocol: Protocol) -> Figure:
         ax.set(xlabel=key.rpartition(".")[2], ylabel="loss − chosen", ylim=(-0.02, 0.5))
         if "x4" in SENSITIVITY[key]:
             plain_log_axis(ax, "x")
-        ax.legend()
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend()
     return figure

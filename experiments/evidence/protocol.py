@@ -41,6 +41,8 @@ OCTAVES = 2.0
 TIE = 0.01
 """Trials within so many nats of the best of their arm are named beside it."""
 RATES = ("optimizer.lr", "optimizer.adam_lr")
+RANGED = (*RATES, "optimizer.weight_decay", "optimizer.warmup", "model.stored_scale")
+"""Settings that have a range in some arm."""
 SEEDS = (1, 2, 3)
 BUDGETS = {"80M": ARMS, "160M": ARMS, "320M": ARMS}
 LARGEST = {"640M": ("gpt+", "angpt", "gpt+:muon", "angpt:muon")}
@@ -162,6 +164,18 @@ class Trial:
         return int(self.name[-2:])
 
 
+def edges_of(trials: list[Trial], best: Trial | None) -> dict[str, int]:
+    """The settings with a range of which the best trial has one of the lowest (−1) or highest (1) values."""
+    found = {}
+    for key in RANGED if best else ():
+        values = sorted(trial.settings[key] for trial in trials if key in trial.settings)
+        if values and best.settings[key] in values[:EDGE]:
+            found[key] = -1
+        elif values and best.settings[key] in values[-EDGE:]:
+            found[key] = 1
+    return found
+
+
 class Protocol:
     """The protocol at the state of some run folders; of folders with the same run the first counts.
 
@@ -198,17 +212,8 @@ class Protocol:
         return found
 
     def _edges(self, recipe: Recipe) -> dict[str, int]:
-        """The settings of the best of the first trials of an arm that are at the edge: −1 the lowest, 1 the highest."""
-        first = self.trials(recipe, extended=False)
-        best = self.best(first)
-        found = {}
-        for key in space_of(recipe) if best else ():
-            values = sorted(trial.settings[key] for trial in first)
-            if best.settings[key] in values[:EDGE]:
-                found[key] = -1
-            elif best.settings[key] in values[-EDGE:]:
-                found[key] = 1
-        return found
+        """The settings of the best of the first trials of an arm that are at the edge."""
+        return edges_of(self.trials(recipe, extended=False), self.best(self.trials(recipe, extended=False)))
 
     def _moved(self, recipe: Recipe, key: str, value: float) -> float:
         """A value at the same place in a range around that of the best of the first trials; at most 1, like decay."""

@@ -123,11 +123,14 @@ class Results:
         return next((row for row in rows if row.architecture == recipe and row.budget == budget), None)
 
     def mean_speed_up(self, recipe: Recipe) -> Interval | None:
-        """The paper's measure: the mean over budgets of the speed-up over GPT+; None if it is only bounded at one. Its
-        interval has the means of their ends, which share the errors of the curve of GPT+."""
-        rows = [self.row(recipe, budget, self.with_adam) for budget in (*BUDGETS, *LARGEST)]
-        known = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
-        if not known or any(speed_up.relation != "=" for speed_up in known):
+        """The paper's measure: the mean over the planned budgets of the speed-up over GPT+; None if one is missing or only
+        bounded. Its interval has the means of their ends, which share the errors of the curve of GPT+."""
+        planned = [budget for budget, arms in {**BUDGETS, **LARGEST}.items() if recipe in arms]
+        rows = [self.row(recipe, budget, self.with_adam) for budget in planned]
+        known = [
+            row.speedup_tokens for row in rows if row and row.speedup_tokens and row.speedup_tokens.relation == "="
+        ]
+        if len(known) < len(planned):
             return None
         ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
         low, high = (sum(e) / len(e) for e in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)

@@ -7,7 +7,18 @@ from angpt.config import Recipe
 from angpt.present.tables import Table
 from angpt.present.words import NONE, bracketed, label, overhead, quantity, speedup
 from experiments.evidence import paper
-from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, SENSITIVITY, TIE, Protocol, Trial, arm_name
+from experiments.evidence.protocol import (
+    ARMS,
+    BUDGETS,
+    LARGEST,
+    SENSITIVITY,
+    TIE,
+    TRIED,
+    Protocol,
+    Trial,
+    arm_name,
+    edges_of,
+)
 from experiments.evidence.queue import STAGES
 from experiments.evidence.results import SIGNIFICANT, Comparison, Results, curve
 
@@ -54,15 +65,21 @@ def choice(protocol: Protocol) -> Table:
         found = protocol.trials(arm, protocol.extended)
         best, ran = protocol.best(found), [trial for trial in found if trial.loss is not None]
         if best is None or best.loss is None:
-            rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", "", "not run yet", "", ""))
+            rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", "", "not run yet", "", "", ""))
             continue
         near = [t.name for t in ran if t is not best and t.loss is not None and t.loss <= best.loss + TIE]
-        sides = [f"{'lowest' if side < 0 else 'highest'} {key[10:]}" for key, side in protocol.edges(arm).items()]
-        cells = best.name, shown(best.loss), ", ".join(near) or NONE, ", ".join(sides) or NONE
+        sides = [edge_words(protocol.edges(arm)), edge_words(edges_of(found, best)) if protocol.tuned else ""]
+        cells = best.name, shown(best.loss), ", ".join(near) or NONE, *sides
         rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", *cells))
     note = "Chosen." if protocol.tuned else "So far: settings are chosen when every trial has ended."
-    columns = ("arm", "trials", "best", "tuning loss", f"within {TIE:g} of it", "edge, of the first 12")
-    return Table(columns, rows, note=note, left=(0, 2, 4, 5))
+    edges = f"edge, of the first {TRIED}", "edge, of all"
+    columns = ("arm", "trials", "best", "tuning loss", f"within {TIE:g} of it", *edges)
+    return Table(columns, rows, note=note, left=(0, 2, 4, 5, 6))
+
+
+def edge_words(edges: dict[str, int]) -> str:
+    words = [f"{'lowest' if side < 0 else 'highest'} {key.rpartition('.')[2]}" for key, side in edges.items()]
+    return ", ".join(words) or NONE
 
 
 def losses(results: Results) -> Table:

@@ -3,17 +3,19 @@ from functools import wraps
 import pytest
 import torch
 
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, OptimizerConfig
+from angpt.data.loader import Batch
 from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
 from angpt.models.float8 import float8_linears
 from angpt.models.variants import build
+from angpt.training.engine import Engine
 from angpt.training.gathering import GatheredInE4M3
 from angpt.training.strategy import choose_strategy
 from tests.training.ranks import spread
 
 
-def tiny(architecture):
-    cfg = ModelConfig(architecture, d_model=20, n_layers=2, n_heads=1, d_ff=3, vocab_size=53, context=16)
+def tiny(architecture, d_ff=3):
+    cfg = ModelConfig(architecture, d_model=20, n_layers=2, n_heads=1, d_ff=d_ff, vocab_size=53, context=16)
     return build(cfg, seed=1)
 
 
@@ -60,3 +62,25 @@ def test_unbounded_ones_are_gathered_in_bf16():
     found, _ = spread(gathered, 2, "gpt+")[0]
     assert all(values is None and sent is None for values, sent, _ in found.values())
     assert found["W_p"][2] == 2 * 20 * 20
+
+
+def trained(dtype):
+    """Rows of matrices of blocks that two steps have not changed, by name."""
+    with choose_strategy(torch.device("cpu"), "fsdp", None, timeout=300) as strategy:
+        model = tiny("angpt", d_ff=5)
+        before = {name: p.detach().clone() for name, p in model.blocks.named_parameters() if p.ndim == 2}
+        engine = Engine(model, OptimizerConfig(), dtype, False, strategy=strategy)
+        tokens = torch.arange(48).view(3, 16)
+        for number in (1, 2):
+            engine.backward(Batch(tokens, tokens.flip(1), None), 3)
+            engine.step(number, lr=0.1)
+        after = {name: model.blocks.get_parameter(name).full_tensor() for name in before}
+        return {name: (after[name] == before[name]).all(dim=1).nonzero().flatten().tolist() for name in before}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, E4M3])
+def test_every_row_of_uneven_shards_is_trained(dtype):
+    """Ten rows of W_uz on four ranks are 3, 3, 3, 1."""
+    for unchanged in spread(trained, 4, dtype):
+        assert len(unchanged) == 8
+        assert not any(unchanged.values()), unchanged

@@ -180,6 +180,7 @@ def test_8_bits(strategy):
     bf16 and then converted. Tolerances are about twice what was seen: 0.4 % of losses, 1.9 % of norms."""
     cases = [Case(a, strategy, E4M3, m) for a, m in (("angpt", 8), ("angpt", 2), ("gpt+", 8), ("ngpt", 8))]
     cases += [Case("angpt", strategy, E4M3, recompute=True), Case("angpt", strategy, E4M3, optimizer="muon")]
+    cases += [Case("angpt", strategy, E4M3, compiled=True)]
     check(2, cases, rel=0.008, norms_rel=0.04)
 
 
