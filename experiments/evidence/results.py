@@ -123,8 +123,8 @@ class Results:
         return next((row for row in rows if row.architecture == recipe and row.budget == budget), None)
 
     def mean_speed_up(self, recipe: Recipe) -> Interval | None:
-        """The paper's measure: the mean over the planned budgets of the speed-up over GPT+; None if one is missing or only
-        bounded. Its interval has the means of their ends, which share the errors of the curve of GPT+."""
+        """The paper's measure: the mean over the planned budgets of the speed-up over GPT+; None if one is missing or
+        only bounded. Its interval has the means of their ends, which share the errors of the curve of GPT+."""
         planned = [budget for budget, arms in {**BUDGETS, **LARGEST}.items() if recipe in arms]
         rows = [self.row(recipe, budget, self.with_adam) for budget in planned]
         known = [
