@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from angpt.present.style import DASHED, label_axis, log_ticks, looks, panels, plain_log_axis
 from angpt.present.words import label, quantity
 from angpt.stats import mean_interval
-from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, SENSITIVITY, Protocol, arm_name
+from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, MULTIPLIED, SENSITIVITY, Protocol, arm_name
 from experiments.evidence.results import Results, curve
 
 
@@ -71,7 +71,7 @@ def sensitivity_figure(protocol: Protocol) -> Figure:
             if points:
                 ax.plot(*zip(*points, strict=True), look.marker, ls=DASHED, color=look.color, label=label(arm))
         ax.set(xlabel=key.rpartition(".")[2], ylabel="loss − chosen", ylim=(-0.02, 0.5))
-        if "x4" in SENSITIVITY[key]:
+        if key in MULTIPLIED:
             plain_log_axis(ax, "x")
         if ax.get_legend_handles_labels()[0]:
             ax.legend()

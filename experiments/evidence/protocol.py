@@ -164,9 +164,15 @@ class Trial:
         return int(self.name[-2:])
 
 
-def edges_of(trials: list[Trial], best: Trial | None) -> dict[str, int]:
+def best_trial(trials: list[Trial]) -> Trial | None:
+    """The trial with the lowest loss so far."""
+    known = [trial for trial in trials if trial.loss is not None and trial.loss < math.inf]
+    return min(known, key=lambda trial: trial.loss or 0.0, default=None)
+
+
+def edges_of(trials: list[Trial]) -> dict[str, int]:
     """The settings with a range of which the best trial has one of the lowest (−1) or highest (1) values."""
-    found = {}
+    best, found = best_trial(trials), {}
     for key in RANGED if best else ():
         values = sorted(trial.settings[key] for trial in trials if key in trial.settings)
         if values and best.settings[key] in values[:EDGE]:
@@ -213,21 +219,15 @@ class Protocol:
 
     def _edges(self, recipe: Recipe) -> dict[str, int]:
         """The settings of the best of the first trials of an arm that are at the edge."""
-        return edges_of(self.trials(recipe, extended=False), self.best(self.trials(recipe, extended=False)))
+        return edges_of(self.trials(recipe, extended=False))
 
     def _moved(self, recipe: Recipe, key: str, value: float) -> float:
         """A value at the same place in a range around that of the best of the first trials; at most 1, like decay."""
         low, high = space_of(recipe)[key]
         place = math.log(value / low) / math.log(high / low)
-        best = self.best(self.trials(recipe, extended=False))
+        best = best_trial(self.trials(recipe, extended=False))
         assert best is not None
         return min(1.0, float(f"{best.settings[key] * 2 ** (OCTAVES * (place - 0.5)):.3g}"))
-
-    @staticmethod
-    def best(trials: list[Trial]) -> Trial | None:
-        """The trial with the lowest loss so far."""
-        known = [trial for trial in trials if trial.loss is not None and trial.loss < math.inf]
-        return min(known, key=lambda trial: trial.loss or 0.0, default=None)
 
     @cached_property
     def first_done(self) -> bool:
@@ -246,7 +246,7 @@ class Protocol:
     def chosen(self, recipe: Recipe) -> Trial:
         """The best trial of an arm; before one has ended, the first."""
         trials = self.trials(recipe, self.extended)
-        return self.best(trials) or trials[0]
+        return best_trial(trials) or trials[0]
 
     def items(self) -> Iterator[Item]:
         """Every run that the protocol calls for, in its order."""
@@ -315,18 +315,18 @@ class Protocol:
     def sensitivity(self) -> Iterator[Item]:
         """The chosen settings once more, and with one of them changed, on the tuning split with a fresh seed."""
         for arm in ARMS:
-            yield self.varied(arm, "chosen", {})
+            yield self.again(arm, "chosen", {})
         for key, values in SENSITIVITY.items():
             for value, arm in product(values, ARMS):
-                chosen = self.chosen(arm).settings
                 if varies(arm, key, value):
-                    item = self.varied(arm, f"{key.rpartition('.')[2]}-{value}", varied(key, value, chosen))
                     # The first moment of GPT+ without warm-up is a figure of the paper.
                     moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
-                    build = partial(dataclasses.replace, item.config, record_moments=True) if moments else item.build
-                    yield dataclasses.replace(item, build=build, analysed=moments)
+                    changes = varied(key, value, self.chosen(arm).settings) | {"record_moments": moments}
+                    item = self.again(arm, f"{key.rpartition('.')[2]}-{value}", changes)
+                    yield dataclasses.replace(item, analysed=moments)
 
-    def varied(self, arm: Recipe, name: str, changes: Settings) -> Item:
+    def again(self, arm: Recipe, name: str, changes: Settings) -> Item:
+        """A run with the chosen settings of an arm, except some."""
         settings = self.chosen(arm).settings | changes | {"seed": SEEDS[0]}
         build = partial(configured, SHARED, TRIAL, settings)
         return Item("sensitivity", f"{arm_name(arm)}-{name}", build, provisional=not self.tuned)
@@ -360,6 +360,9 @@ SENSITIVITY: dict[str, tuple[str, ...]] = {
     "model.stored_scale": ("x0.25", "x4"),
 }
 """Settings that are varied one at a time; a value with x multiplies the chosen one."""
+
+
+MULTIPLIED = {key for key, values in SENSITIVITY.items() if values[0].startswith("x")}
 
 
 def varies(arm: Recipe, key: str, value: str) -> bool:

@@ -23,6 +23,7 @@ from experiments.evidence.protocol import (
     EVIDENCE,
     INSIDE,
     LARGEST,
+    MULTIPLIED,
     SEEDS,
     SENSITIVITY,
     Protocol,
@@ -182,6 +183,6 @@ def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
     name = key.rpartition(".")[2]
     values = [value for value in SENSITIVITY[key] if varies(arm, key, value)]
     found = {v: protocol.loss("sensitivity", f"{arm_name(arm)}-{name}-{v}") for v in values}
-    own = "x1" if "x4" in SENSITIVITY[key] else f"{chosen.settings.get(key, 0.0):g}"
+    own = "x1" if key in MULTIPLIED else f"{chosen.settings.get(key, 0.0):g}"
     again = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
     return dict(sorted((found | {own: again}).items(), key=lambda item: float(item[0].lstrip("x")))) if found else {}

@@ -17,6 +17,7 @@ from experiments.evidence.protocol import (
     Protocol,
     Trial,
     arm_name,
+    best_trial,
     edges_of,
 )
 from experiments.evidence.queue import STAGES
@@ -63,12 +64,12 @@ def choice(protocol: Protocol) -> Table:
     rows = []
     for arm in ARMS:
         found = protocol.trials(arm, protocol.extended)
-        best, ran = protocol.best(found), [trial for trial in found if trial.loss is not None]
+        best, ran = best_trial(found), [trial for trial in found if trial.loss is not None]
         if best is None or best.loss is None:
             rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", "", "not run yet", "", "", ""))
             continue
         near = [t.name for t in ran if t is not best and t.loss is not None and t.loss <= best.loss + TIE]
-        sides = [edge_words(protocol.edges(arm)), edge_words(edges_of(found, best)) if protocol.tuned else ""]
+        sides = [edge_words(protocol.edges(arm)), edge_words(edges_of(found)) if protocol.tuned else ""]
         cells = best.name, shown(best.loss), ", ".join(near) or NONE, *sides
         rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", *cells))
     note = "Chosen." if protocol.tuned else "So far: settings are chosen when every trial has ended."
@@ -198,12 +199,13 @@ def sensitivity(protocol: Protocol) -> Table:
     for arm in ARMS:
         chosen = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
         for key in SENSITIVITY:
-            found = {value: loss for value, loss in curve(protocol, arm, key).items() if loss is not None}
+            losses = curve(protocol, arm, key)
+            found = {value: loss for value, loss in losses.items() if loss is not None}
             text = ", ".join(f"{value.replace('x', '× ')}: {shown(loss, 3)}" for value, loss in found.items())
             worst = max(found.values(), default=math.nan)
             cost = f"{worst - chosen:+.3f}" if chosen is not None and len(found) > 1 and worst < math.inf else ""
             known = text if chosen is not None and len(found) > 1 else "not run yet"
-            if curve(protocol, arm, key):
+            if losses:
                 rows.append((label(arm), key.rpartition(".")[2], known, cost))
     return Table(("", "setting", "tuning loss at each value", "worst − chosen"), rows, left=(0, 1, 2))
 
