@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "--runs", type=Path, default=ROOT / "runs" / "evidence", help="run folders of this machine"
         )
         command.add_argument("--stages", nargs="*", default=[], help="only these: tuning final ablation sensitivity …")
+        command.add_argument(
+            "--names", default="*", help="only runs with such names, as angpt-muon-*: several processes can share a GPU"
+        )
     running = commands.choices["run"]
     running.add_argument("--seconds", type=float, required=True, help="start nothing that would end later")
     running.add_argument("--archive", type=Path, default=Path("evidence.tar"), help="run folders without weights")
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             queue = Queue(folder / "runs", folder / "evidence", rehearsal(folder), Speed({}, 1e10))
             queue.run(args.seconds, folder / "evidence.tar", start=START)
     elif args.command == "plan":
-        queue = Queue(args.runs)
+        queue = Queue(args.runs, names=args.names)
         print(queue.table(args.stages).markdown())
         print("\n" + "\n".join(queue.lines(args.stages)))
     else:
@@ -73,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tokens.arrange(args.parts, ROOT)
             print(f"{time.monotonic() - START:5.0f} s  tokens are extracted", flush=True)
         options = {"stages": args.stages, "requests": args.requests, "carry_over": args.carry_over}
-        Queue(args.runs).run(args.seconds, args.archive, commit=args.commit, start=START, **options)
+        Queue(args.runs, names=args.names).run(args.seconds, args.archive, commit=args.commit, start=START, **options)
 
 
 if __name__ == "__main__":

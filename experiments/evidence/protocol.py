@@ -6,7 +6,7 @@ choice decides the settings of the final runs, ablations and sensitivity runs. N
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import product
@@ -15,8 +15,10 @@ from typing import Any
 
 from angpt.config import Recipe, TrainConfig
 from angpt.serialization import from_dict
-from angpt.studies.grid import folder_name
-from angpt.studies.jobs import Job, ended
+from angpt.studies.compare import read_config
+from angpt.studies.grid import Group, Point, folder_name
+from angpt.studies.jobs import ended
+from angpt.studies.search import Loss
 from angpt.studies.study import Study
 from angpt.training.plan import make_plan
 
@@ -336,21 +338,38 @@ class Protocol:
         from experiments.evidence import relatives
 
         yield from relatives.items(self.loss)
-        for stage, name in FILES:
-            for job in jobs_of(name):
-                waits = stage in ("defaults", "scaling") and not self.tuned
-                if stage != "defaults" or _identity(job.config) not in self.identities:
-                    yield Item(stage, job.folder.name, partial(getattr, job, "config"), provisional=waits)
+        for stage, file in FILES:
+            study = study_of(file)
+            study.known = self.sweep_loss
+            for job in study.jobs():
+                name, waits = job.folder.name, stage in ("defaults", "scaling") and not self.tuned
+                elsewhere = any(self.loss(other, name) is not None for other in SWEEPS if stage == SWEEPS[-1] != other)
+                if not elsewhere and (stage != "defaults" or _identity(job.config) not in self.identities):
+                    yield Item(stage, name, partial(getattr, job, "config"), provisional=waits)
+
+    def sweep_loss(self, name: str) -> float | None:
+        """The loss of a run of any sweep of learning rates."""
+        losses = (self.loss(stage, name) for stage in SWEEPS)
+        return next((loss for loss in losses if loss is not None), None)
 
     @cached_property
     def identities(self) -> set[tuple[Any, ...]]:
         return {_identity(item.config) for item in self.final()}
 
 
+class StoredStudy(Study):
+    """A study whose runs are stored by stage: its grids grow by their losses."""
+
+    known: Callable[[str], float | None]
+    """The loss of a run by its name; infinite if it diverged, None if it has not ended."""
+
+    def loss(self, group: Group, seeds: Sequence[int], trials: bool = False) -> Loss:
+        return lambda batch, lr: self.known(Point(group, batch, lr, seeds[0], trials).full_name)
+
+
 @cache
-def jobs_of(file: str) -> list[Job]:
-    """The runs of a study file whose grids do not grow."""
-    return Study.read(HERE / file, Path("studies")).jobs()
+def study_of(file: str) -> StoredStudy:
+    return StoredStudy(Path("studies"), read_config(HERE / file))
 
 
 SENSITIVITY: dict[str, tuple[str, ...]] = {
@@ -384,6 +403,9 @@ FILES = (
     ("scaling", "scaling.toml"),
 )
 """Study files in the order in which they run, each with the folder of its runs."""
+SWEEPS = ("transfer", "rates", "batches")
+"""Folders of sweeps of learning rates, with the same names for the same settings; the last does not repeat runs of
+the others."""
 
 
 def varied(key: str, value: str, chosen: Settings) -> Settings:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,16 @@ def _model(config: TrainConfig) -> tuple[int, int, bool]:
 class Queue:
     """The runs below `runs` on this machine, beside those that are stored in `evidence`."""
 
-    def __init__(self, runs: Path, evidence: Path = EVIDENCE, adapt: Adapt | None = None, speed: Speed | None = None):
-        self.runs, self.evidence, self.adapt = runs, evidence, adapt
+    def __init__(
+        self,
+        runs: Path,
+        evidence: Path = EVIDENCE,
+        adapt: Adapt | None = None,
+        speed: Speed | None = None,
+        names: str = "*",
+    ) -> None:
+        """`names`: a pattern of the names of runs; others are left to other processes."""
+        self.runs, self.evidence, self.adapt, self.names = runs, evidence, adapt, names
         self.speed = speed or Speed.measured()
         self.walls: list[tuple[float, float]] = []
         """Estimated and measured seconds of each run of this process."""
@@ -108,7 +117,7 @@ class Queue:
         """The runs that have not ended, in order."""
         for item in self.protocol().items():
             known = any(ended(root / item.folder) is not None for root in (self.evidence, self.runs))
-            if not known and (not stages or item.stage in stages):
+            if not known and (not stages or item.stage in stages) and fnmatch(item.name, self.names):
                 yield item
 
     def seconds(self, item: Item) -> float:
