@@ -22,12 +22,23 @@ NAME_BYTES = 8
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file. After a crash it holds either all of `text` or what it held before."""
+    with written_at_end(path, text):
+        pass
+
+
+@contextmanager
+def written_at_end(path: Path, text: str) -> Iterator[None]:
+    """Write a file when a `with` block ends, atomically; after an error in it, the file holds what it held before.
+
+    The text is on the disk before the block begins, so that a full disk or a missing permission is found first.
+    """
     part = path.with_name(f".{path.name}.{secrets.token_hex(NAME_BYTES)}.part")
     with part.open("x", encoding="utf-8", errors="surrogateescape") as file:  # new, not a link; text may hold paths
         try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+            yield
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

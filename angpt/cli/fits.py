@@ -1,12 +1,12 @@
 """The commands `angpt fit hparams` and `angpt fit scaling`."""
 
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from angpt.errors import UserError
 from angpt.fits.records import Count
 from angpt.present.tables import show
 from angpt.present.terminal import terminal
@@ -45,14 +45,14 @@ def hparams(
     with console.status("reading runs"):
         fit = api.fit_hparams(sources, architectures=architectures, multiple=multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
-    _write(console, fit, out, source)
-    if write_rules is not None:
-        from angpt.fits.rules import write_rules as write
+    rules: list[str] = []
+    with ExitStack() as last:  # nothing is written unless all of it can be
+        if write_rules is not None:
+            from angpt.fits.rules import rules_written
 
-        if not fit.trends:
-            raise UserError("--write-rules: there is no law to write; the notes above say why")
-        for line in write(write_rules, fit.trends, source):
-            console.print(f"rule: {write_rules}: {line}")
+            rules = last.enter_context(rules_written(write_rules, fit.trends, source))
+        written = _write(console, fit, out, source)
+    _print(console, fit, [*written, *(f"rule: {write_rules}: {rule}" for rule in rules)])
 
 
 def scaling(
@@ -92,15 +92,21 @@ def scaling(
     options |= {"huber": huber, "seed": seed, "paper": paper, "bins": bins}
     with console.status("fitting"):
         fit = api.fit_scaling(sources, architectures=architectures, baseline=baseline, **options)
-    _write(console, fit, out, f"angpt fit scaling {shlex.join(map(str, sources))}")
+    _print(console, fit, _write(console, fit, out, f"angpt fit scaling {shlex.join(map(str, sources))}"))
 
 
-def _write(console: "Console", fit: "HparamFit | ScalingFit", out: Path, source: str) -> None:
-    """Write the results to the folder `out`, and print tables, notes and what was written."""
-    from angpt.fits.output import fit_tables, write_fit
+def _write(console: "Console", fit: "HparamFit | ScalingFit", out: Path, source: str) -> list[str]:
+    """Write the results to the folder `out`; return a line for each file."""
+    from angpt.fits.output import write_fit
 
     with console.status("drawing"):
-        written = write_fit(fit, out, source)
+        return write_fit(fit, out, source)
+
+
+def _print(console: "Console", fit: "HparamFit | ScalingFit", written: list[str]) -> None:
+    """Print tables, notes and what was written."""
+    from angpt.fits.output import fit_tables
+
     if counting := getattr(fit, "counting", None):
         console.print(counting)
     show(console, *fit_tables(fit))

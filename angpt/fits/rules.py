@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from angpt.fits.hparams import Trend
 from angpt.fits.plane import PlaneLaw
 from angpt.present.words import bracketed, quantity
 from angpt.serialization import from_dict, to_toml, toml_values
-from angpt.system import write_atomically
+from angpt.system import written_at_end
 from angpt.training import plan
 from angpt.training.plan import ANCHOR, ANCHOR_TOKENS, Rule
 
@@ -21,7 +22,16 @@ WORDS = {"parameters": "parameters", "tokens": "tokens", "batch_tokens": "tokens
 
 
 def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
-    """Write the laws to the file of rules at `path` (new: a copy of the package's rules); return a line for each law.
+    """Write the laws to a file of rules; return a line for each law."""
+    with rules_written(path, trends, source) as lines:
+        return lines
+
+
+@contextmanager
+def rules_written(path: Path, trends: Sequence[Trend], source: str) -> Iterator[list[str]]:
+    """Write the laws to the file of rules at `path` (new: a copy of the package's rules) when a `with` block ends.
+
+    The block gets a line for each law. Laws and paths that cannot be written are found before it begins.
 
     The law of the learning rate replaces the rate at the anchor and its exponents, those over parameters below and
     above the anchor if the fit has models there. A law of the batch size with an interval replaces batch size and
@@ -32,6 +42,8 @@ def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
         rules = {name: from_dict(Rule, values, name) for name, values in toml_values(base).items()}
     except UserError as error:
         raise UserError(f"{base}: is not a file of rules ({error}); choose another path for --write-rules") from error
+    if not trends:
+        raise UserError("--write-rules: there is no law to write; the notes without this option say why")
     text = base.read_text(encoding="utf-8")
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     comments, done = _comments(text), []
@@ -55,10 +67,10 @@ def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
         done += [f"{name}: {line}" for line in lines]
     parts = [f"\n{comments.get(name, '')}{to_toml({name: _given(rule)}).lstrip()}" for name, rule in rules.items()]
     try:
-        write_atomically(path, head + "".join(parts))
+        with written_at_end(path, head + "".join(parts)):
+            yield done
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
-    return done
 
 
 def _given(rule: Rule) -> dict[str, Any]:

@@ -98,6 +98,23 @@ def test_hparams_of_one_size(tmp_path, capsys):
     assert "there is no law to write" in text
 
 
+def test_nothing_is_written_unless_all_of_it_can_be(tmp_path, capsys):
+    source = write_csv(tmp_path / "x.csv", sweep_records(Valley(), MODELS))
+    (tmp_path / "other.toml").write_text("lr = 3\n")
+    (tmp_path / "file").touch()
+    for rules, out, words in (
+        ("other.toml", "new", "is not a file of rules"),
+        ("no/rules.toml", "new", "cannot be written"),
+        ("rules.toml", "file/new", "choose another --out"),
+    ):
+        before = sorted(tmp_path.rglob("*"))
+        command = "fit", "hparams", source, "--out", tmp_path / out, "--write-rules", tmp_path / rules
+        code, text = angpt(capsys, *command)
+        assert code == 2
+        assert words in text
+        assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_scaling(tmp_path, capsys):
     records = isoflop_records(Law(), SIZES, COMPUTES, 0.002, 0, "gpt+")
     records += isoflop_records(Law(A=380, B=380), SIZES, COMPUTES, 0.002, 1, "angpt")
