@@ -13,6 +13,8 @@ from angpt.slurm import SlurmConfig
 
 MOST_TRIALS = 64
 """Learning rates, a factor of two apart, beyond which the smallest or the largest are not numbers that train."""
+MOST_THREADS = 1024
+"""CPU threads of a run beyond which PyTorch may fail to start them."""
 OF_A_GRID = {
     "optimizer.lr": "lrs",
     "optimizer.name": "architectures such as angpt:muon",
@@ -152,8 +154,8 @@ class StudyConfig:
             parse_budget(self.baseline_budget, parameters=10**9)
         if self.beta2_below_100M is not None and not 0 <= self.beta2_below_100M < 1:
             raise UserError(f"beta2_below_100M must be in [0, 1), not {self.beta2_below_100M}")
-        if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads must be positive, not {self.threads}")
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
+            raise UserError(f"threads must be from 1 to {MOST_THREADS:,}, not {self.threads}")
 
     def train_of(self, recipe: Recipe) -> TrainConfig:
         """What the runs of an architecture have in common."""
