@@ -138,10 +138,12 @@ def in_8_bits(k, packed, normed) -> dict[str, dict]:
     pair = rows | {"uz_ptr": BF16, "width": "i32"}
     heads = {name: kind for name, kind in packed.items() if name != "heads"} | both
     heads |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr"), BF16) | {"q_terms_ptr": FP32, "k_terms_ptr": FP32}
-    large, gate = {"LARGEST": 448.0}, {"FACTOR": 1.5} | k.SWIGLU
+    large, gate = {"LARGEST": 448.0}, {"FACTOR": 1.5}
     return {
-        "swiglu, e4m3": build(k._swiglu_e4m3, pair, **gate, **large),
-        "swiglu backward, e4m3": build(k._swiglu_backward_e4m3, pair | {"dh_ptr": BF16}, **gate, **large),
+        "swiglu, e4m3": build(k._swiglu_e4m3, pair, **gate, **large, **k.SWIGLU),
+        "swiglu backward, e4m3": build(
+            k._swiglu_backward_e4m3, pair | {"dh_ptr": BF16}, **gate, **large, **k.SWIGLU_BACKWARD
+        ),
         **{
             f"heads backward, e4m3, {d}": build(
                 k._heads_backward_e4m3,

@@ -25,6 +25,9 @@ from angpt.training.hardware import peak_flops, peak_memory_gib, synchronize
 
 PARTS = ("forward", "backward", "clip", "optimizer", "constraint")
 LR = 1e-3
+MUON_LR = 0.03
+"""Muon's rate, with which a row turns per step about as far as with LR and Adam: weights that hardly move from their
+initial values would make products slower (docs/performance.md)."""
 BATCHES = 32
 """Number of different batches."""
 GROUPS = {
@@ -108,7 +111,10 @@ class TrainingModel:
         config, rows = train.model, case.rows
         with device:  # weights need not equal those drawn on the CPU
             model = build(config)
-        self.engine = Engine(model, dataclasses.replace(train.optimizer, weight_decay=0.0), dtype, compiled)
+        by_muon = train.optimizer.name == "muon"
+        self.lr, adam_lr = (MUON_LR, LR) if by_muon else (LR, None)
+        optimizer = dataclasses.replace(train.optimizer, weight_decay=0.0, lr=self.lr, adam_lr=adam_lr)
+        self.engine = Engine(model, optimizer, dtype, compiled)
         frequencies = 1 / torch.arange(1.0, config.vocab_size + 1, device=device)
         tokens = torch.multinomial(frequencies, BATCHES * rows * (config.context + 1), replacement=True)
         tokens = tokens.view(BATCHES, rows, config.context + 1)
@@ -132,7 +138,7 @@ class TrainingModel:
     def step(self) -> Tensor:
         self.engine.backward(self.batch, self.case.pass_rows)
         self.number += 1
-        return self.engine.step(self.number, LR)
+        return self.engine.step(self.number, self.lr)
 
     def peak_gib(self) -> float:
         """Memory of parameters, copies and moments, and what a step adds, without other models in the process. On the
@@ -168,7 +174,7 @@ class TrainingModel:
                 both = [("constraint", free), ("optimizer", optimizer)]
                 for name, which in both if i % 2 else reversed(both):
                     with timed(self.device, seconds[name]):
-                        which.update(gradients, clip, 1, LR)
+                        which.update(gradients, clip, 1, self.lr)
             optimizer.zero_grad()
         found = {name: 1e3 * median(values).mean for name, values in seconds.items()}
         found["constraint"] = found["optimizer"] - found["constraint"]

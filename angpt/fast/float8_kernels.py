@@ -23,7 +23,7 @@ from angpt.float8 import E4M3, LARGEST
 from angpt.models.primitives import EPS
 
 TILE, WARPS = tuning.FLOAT8_TILE, tuning.FLOAT8_WARPS
-SWIGLU, HEADS = tuning.FLOAT8_SWIGLU, tuning.FLOAT8_HEADS
+SWIGLU, SWIGLU_BACKWARD, HEADS = tuning.FLOAT8_SWIGLU, tuning.FLOAT8_SWIGLU_BACKWARD, tuning.FLOAT8_HEADS
 
 
 @triton.jit
@@ -152,19 +152,19 @@ def _swiglu_backward_e4m3(
     _write(dz, scale, y_ptr + width, past, row, col, n_rows, width, 2 * width, LARGEST)
 
 
-def _swiglu_shape(uz: Tensor) -> tuple[int, int, tuple[int]]:
+def _swiglu_shape(uz: Tensor, tile: dict[str, int]) -> tuple[int, int, tuple[int]]:
     rows, width = uz.numel() // uz.shape[-1], uz.shape[-1] // 2
-    return rows, width, (triton.cdiv(rows, SWIGLU["ROWS"]) * triton.cdiv(width, SWIGLU["COLS"]),)
+    return rows, width, (triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(width, tile["COLS"]),)
 
 
 def _launch_swiglu(uz: Tensor, factor: float, scale: Tensor, y: Tensor, t: Tensor) -> None:
-    rows, width, grid = _swiglu_shape(uz)
+    rows, width, grid = _swiglu_shape(uz, SWIGLU)
     _swiglu_e4m3[grid](uz, scale, y, t, rows, width, FACTOR=factor, LARGEST=LARGEST, **SWIGLU)
 
 
 def _launch_swiglu_backward(uz: Tensor, dh: Tensor, factor: float, scale: Tensor, y: Tensor, t: Tensor) -> None:
-    rows, width, grid = _swiglu_shape(uz)
-    _swiglu_backward_e4m3[grid](uz, dh, scale, y, t, rows, width, FACTOR=factor, LARGEST=LARGEST, **SWIGLU)
+    rows, width, grid = _swiglu_shape(uz, SWIGLU_BACKWARD)
+    _swiglu_backward_e4m3[grid](uz, dh, scale, y, t, rows, width, FACTOR=factor, LARGEST=LARGEST, **SWIGLU_BACKWARD)
 
 
 _fused(

@@ -26,11 +26,11 @@ FLOAT8_TILE, FLOAT8_WARPS = 128, 4
 FLOAT8_FAST_SIZE = 4096
 """Products in 8 bits: up to this size of the second operand, sums are kept in tensor cores (`use_fast_accum`), which is
 3 to 10 % faster. Longer sums would lose too many bits (docs/fp8.md), and more outputs are not faster."""
-FLOAT8_SWIGLU = {"ROWS": 128, "COLS": 64, "num_warps": 8}
-"""SwiGLU in 8 bits: rows and columns of a tile, and warps; others were not tried."""
+FLOAT8_SWIGLU = {"ROWS": 32, "COLS": 64, "num_warps": 4}
+FLOAT8_SWIGLU_BACKWARD = {"ROWS": 64, "COLS": 64, "num_warps": 8}
+"""SwiGLU in 8 bits and its gradient: rows and columns of a tile, and warps."""
 FLOAT8_HEADS = {"ELEMENTS": 4096, "HEADS": 4, "num_warps": 8}
-"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other; others
-were not tried."""
+"""Gradient of heads in 8 bits: elements of a tile of one head, and heads of a program, one after the other."""
 FLOAT8_REGISTERS = 128
 """Most registers per thread of the gradient of heads in 8 bits, so that two programs of 8 warps fit on a
 multiprocessor. It needs no more (tests/test_compiled.py), but the compiler would use more."""

@@ -58,7 +58,7 @@ def check_equal(model: Decoder, folded: Folded, stream: float) -> None:
     """Raise an error if a folded layer, or the head, differs from that of the model, given the same input."""
     rng = torch.Generator().manual_seed(0)
     shape = (1, min(PROBE_TOKENS, model.cfg.context))
-    tokens = torch.randint(model.cfg.vocab_size, shape, generator=rng).to(folded.device)
+    tokens = torch.randint(model.cfg.vocab_size, shape, generator=rng, device="cpu").to(folded.device)
     h, ctx = model.start(tokens)
     ours = folded.context(ctx.positions)
 
