@@ -72,6 +72,6 @@ PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not
 measured."""
 
-GRAPH_LAUNCH_SHARE = 0.5
+GRAPH_LAUNCH_SHARE = 0.4
 """A CUDA graph is captured if launching takes more than this share of a pass: below it a pass is never launch-bound,
 above it sometimes, because the speed of Python varies."""
