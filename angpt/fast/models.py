@@ -73,7 +73,8 @@ def transpose(x: Tensor) -> Tensor:
 
 def float8_product(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
     factors = a_inverse if factor == 1.0 else a_inverse * factor, b_inverse
-    fast = max(b.shape) <= tuning.FLOAT8_FAST_SIZE
+    outputs, terms = b.shape
+    fast = terms <= tuning.FLOAT8_FAST_TERMS and outputs <= tuning.FLOAT8_FAST_OUTPUTS
     return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *factors, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 

@@ -1,5 +1,5 @@
 """All numbers tuned for one GPU: tile sizes, warps and programs, at the shapes of the 0.5B model. They change the
-speed, not the results, except FLOAT8_FAST_SIZE. They were measured on an NVIDIA H200 (docs/performance.md), except
+speed, not the results, except FLOAT8_FAST_TERMS. They were measured on an NVIDIA H200 (docs/performance.md), except
 those said not to be."""
 
 MULTIPROCESSORS = 132
@@ -23,9 +23,10 @@ HEADS_BACKWARD_PROGRAMS = 8 * MULTIPROCESSORS
 
 FLOAT8_TILE, FLOAT8_WARPS = 128, 4
 """Conversion to 8 bits: rows and columns of a tile, and warps."""
-FLOAT8_FAST_SIZE = 4096
-"""Products in 8 bits: up to this size of the second operand, sums are kept in tensor cores (`use_fast_accum`), which is
-3 to 10 % faster. Longer sums would lose too many bits (docs/fp8.md), and more outputs are not faster."""
+FLOAT8_FAST_TERMS, FLOAT8_FAST_OUTPUTS = 1024, 4096
+"""Products in 8 bits: up to this many terms of a sum and rows of the matrix, sums are kept in tensor cores
+(`use_fast_accum`), which is 3 to 10 % faster. Longer sums would lose too many bits (docs/fp8.md), and with more rows it
+is not faster."""
 FLOAT8_SWIGLU = {"ROWS": 32, "COLS": 64, "num_warps": 4}
 FLOAT8_SWIGLU_BACKWARD = {"ROWS": 64, "COLS": 64, "num_warps": 8}
 """SwiGLU in 8 bits and its gradient: rows and columns of a tile, and warps."""

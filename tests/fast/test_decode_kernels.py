@@ -117,7 +117,8 @@ def writes_the_plain_tokens(model: Folded, decode: Callable[..., Tensor], count:
         args = tokens, torch.full((rows,), position, device=DEVICE)
         views = [[Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in part] for part in caches]
         logits, found = model.decode(*args, views[0], 256), decode(*args, views[1], 256)
-        rounding = ROUNDING * logits.abs().max()
+        # Twice that of one step: each form reads its own rounded cache, and this is the largest of 10⁵ differences.
+        rounding = 2 * ROUNDING * logits.abs().max()
         assert (found - logits).abs().max() <= rounding
         best, second = logits.topk(2).values.unbind(dim=-1)
         clear = best - second > rounding if model.dtype == torch.bfloat16 else torch.ones_like(best, dtype=torch.bool)
