@@ -91,7 +91,7 @@ class Engine:
         return loss.detach()
 
     def launch_bound(self, batch: Batch) -> bool:
-        """True if launching kernels takes over half of the time of a second pass, so that a CUDA graph pays.
+        """True if launching kernels takes so much of the time of a second pass that a CUDA graph pays.
 
         Gradients are dropped.
         """

@@ -8,7 +8,7 @@ from angpt.fits.reading import read_table
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label, overhead
 from experiments.evidence import paper
-from experiments.evidence.protocol import BUDGETS, EVIDENCE, TIE
+from experiments.evidence.protocol import BUDGETS, EVIDENCE, SWEEPS, TIE
 from experiments.evidence.results import Results, curve
 from experiments.evidence.tables import ablation, improvements
 
@@ -91,8 +91,8 @@ def step_time(results: Results, recipe: Recipe) -> Finding:
 
 
 def rates() -> Finding:
-    """The exponent of the best learning rate over the size, from the sweeps of docs/evidence/transfer and rates."""
-    fit = fit_hparams(read_table([EVIDENCE / "transfer", EVIDENCE / "rates"], ("batch_tokens", "lr")))
+    """The exponent of the best learning rate over the size, from all sweeps."""
+    fit = fit_hparams(read_table([EVIDENCE / stage for stage in SWEEPS], ("batch_tokens", "lr")))
     exponent = next(t.lr.law.exponents["parameters"] for t in fit.trends if t.architecture == "angpt")
     verdict = paper.HOLDS if exponent.high is not None and exponent.high < 0 else paper.OPEN
     return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M", verdict

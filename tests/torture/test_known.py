@@ -57,6 +57,7 @@ REFUSED = [
     ("data", "prepare", "text", "--out", "new", "--tokenizer", "bpe:9999999999"),
     ("data", "prepare", "text", "--out", "runs", "--tokenizer", "bytes"),
     ("fit", "hparams", "text/00.txt", "--out", "new"),
+    ("fit", "hparams", "sweep.csv", "--out", "new", "--write-rules", ".."),
 ]
 """Commands that were once accepted, or ended in a traceback."""
 
@@ -80,7 +81,13 @@ def test_commands(material, number):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("grid.lrs", "[0.01, 0.010001]"), ("grid.tune", "1000000"), ("shapes.x.d_model", "16"), ("grid.budgets", "['0']")],
+    [
+        ("grid.lrs", "[0.01, 0.010001]"),
+        ("grid.tune", "1000000"),
+        ("shapes.x.d_model", "16"),
+        ("grid.budgets", "['0']"),
+        ("threads", str(2**40)),
+    ],
 )
 def test_studies(material, key, value):
     with copied(material, "data") as folder:
