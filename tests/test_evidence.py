@@ -131,7 +131,7 @@ def trained(monkeypatch):
     monkeypatch.setattr(queue, "look_inside", lambda folder, requests: order.append(f"inside {folder.name}"))
     monkeypatch.setattr(queue, "startable", lambda item: not item.provisional)
     monkeypatch.setattr(queue.gc, "collect", lambda: 0)
-    monkeypatch.setattr(queue, "pack", lambda runs, archive: None)
+    monkeypatch.setattr(queue, "pack", lambda *_: None)
     return order
 
 
@@ -214,6 +214,44 @@ def test_final_runs_have_the_chosen_settings_fresh_seeds_and_all_of_the_text(tmp
         assert item.config.seed in (1, 2, 3)
         assert item.config.data == DataConfig("data/all")
         assert not item.provisional
+
+
+def stored(folder, name, loss):
+    """A run that has ended, as far as the protocol looks at it."""
+    (folder / name).mkdir(parents=True)
+    run = Summary("finished", 1, 1, 1, loss, 1.0, 0.0, 1.0, 0.0, 1, 1, None, {})
+    Run(folder / name).write_summary(run)
+
+
+def test_grids_of_batches_grow_by_the_losses_of_all_sweeps(tmp_path):
+    def asked():
+        return {item.name for item in Protocol((tmp_path,)).files() if item.name.startswith("angpt-7M-80M-")}
+
+    def of(batch, *rates):
+        return {f"angpt-7M-80M-b{batch}-lr{rate}-s0" for rate in rates}
+
+    first = of(32768, 0.008, 0.016, 0.032) | of(65536, 0.008, 0.016, 0.032, 0.064)
+    assert asked() == first
+    for name in first:  # the rate of 0.064 is that of transfer-80M.toml alone
+        rate, large = float(re.search(r"lr([\d.]+)", name)[1]), "b65536" in name
+        stored(tmp_path / "transfer", name, 4.5 + (0.1 if rate != 0.016 else 0.0) - (0.2 if large else 0.0))
+    batches = [item for item in Protocol((tmp_path,)).files() if item.stage == "batches" and "7M-80M" in item.name]
+    found = {item.name for item in batches if item.config.optimizer.name == "adam"}
+    assert found == of(131072, 0.008, 0.016, 0.032)  # larger than the best; what transfer has is not repeated
+
+
+def test_processes_share_the_queue_by_names(tmp_path):
+    all_names, muon = (
+        {item.name for item in Queue(tmp_path / "runs", tmp_path / "evidence", names=names).pending(["batches"])}
+        for names in ("*", "angpt-muon-*")
+    )
+    assert muon == {name for name in all_names if "muon" in name}
+    assert muon
+    stored(tmp_path / "runs" / "batches", "angpt-7M-x", 4.0)
+    stored(tmp_path / "runs" / "batches", "angpt-muon-x", 4.0)
+    pack(tmp_path / "runs", tmp_path / "a.tar", "angpt-muon-*")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        assert {Path(name).parent.name for name in tar.getnames()} == {"angpt-muon-x"}
 
 
 # The queue

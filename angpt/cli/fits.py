@@ -45,14 +45,17 @@ def hparams(
     with console.status("reading runs"):
         fit = api.fit_hparams(sources, architectures=architectures, multiple=multiple)
     source = f"angpt fit hparams {shlex.join(map(str, sources))}"
+    _print(console, fit)
     rules: list[str] = []
-    with ExitStack() as last:  # nothing is written unless all of it can be
+    with ExitStack() as last:
         if write_rules is not None:
-            from angpt.fits.rules import rules_written
+            from angpt.fits.rules import new_rules, written_last
 
-            rules = last.enter_context(rules_written(write_rules, fit.trends, source))
+            text, lines = new_rules(write_rules, fit.trends, source)
+            rules = [f"rule: {write_rules}: {line}" for line in lines]
+            last.enter_context(written_last(write_rules, text, out))
         written = _write(console, fit, out, source)
-    _print(console, fit, [*written, *(f"rule: {write_rules}: {rule}" for rule in rules)])
+    _print_lines(console, [*written, *rules])
 
 
 def scaling(
@@ -92,7 +95,8 @@ def scaling(
     options |= {"huber": huber, "seed": seed, "paper": paper, "bins": bins}
     with console.status("fitting"):
         fit = api.fit_scaling(sources, architectures=architectures, baseline=baseline, **options)
-    _print(console, fit, _write(console, fit, out, f"angpt fit scaling {shlex.join(map(str, sources))}"))
+    _print(console, fit)
+    _print_lines(console, _write(console, fit, out, f"angpt fit scaling {shlex.join(map(str, sources))}"))
 
 
 def _write(console: "Console", fit: "HparamFit | ScalingFit", out: Path, source: str) -> list[str]:
@@ -103,12 +107,16 @@ def _write(console: "Console", fit: "HparamFit | ScalingFit", out: Path, source:
         return write_fit(fit, out, source)
 
 
-def _print(console: "Console", fit: "HparamFit | ScalingFit", written: list[str]) -> None:
-    """Print tables, notes and what was written."""
+def _print(console: "Console", fit: "HparamFit | ScalingFit") -> None:
+    """Print tables and notes."""
     from angpt.fits.output import fit_tables
 
     if counting := getattr(fit, "counting", None):
         console.print(counting)
     show(console, *fit_tables(fit))
-    for line in [*(f"note: {note}" for note in fit.notes), *written]:
+    _print_lines(console, [f"note: {note}" for note in fit.notes])
+
+
+def _print_lines(console: "Console", lines: list[str]) -> None:
+    for line in lines:
         console.print(line)

@@ -74,5 +74,5 @@ PROMPT_GRAPH_TOKENS = 8192
 measured."""
 
 GRAPH_LAUNCH_SHARE = 0.4
-"""A CUDA graph is captured if launching takes more than this share of a pass: below it a pass is never launch-bound,
-above it sometimes, because the speed of Python varies."""
+"""A CUDA graph is captured if launching takes more than this share of a pass: above it a pass is launch-bound now and
+then, because the speed of Python varies."""

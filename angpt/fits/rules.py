@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from angpt.fits.hparams import Trend
 from angpt.fits.plane import PlaneLaw
 from angpt.present.words import bracketed, quantity
 from angpt.serialization import from_dict, to_toml, toml_values
-from angpt.system import written_at_end
+from angpt.system import write_atomically, written_at_end
 from angpt.training import plan
 from angpt.training.plan import ANCHOR, ANCHOR_TOKENS, Rule
 
@@ -23,15 +23,41 @@ WORDS = {"parameters": "parameters", "tokens": "tokens", "batch_tokens": "tokens
 
 def write_rules(path: Path, trends: Sequence[Trend], source: str) -> list[str]:
     """Write the laws to a file of rules; return a line for each law."""
-    with rules_written(path, trends, source) as lines:
-        return lines
+    text, lines = new_rules(path, trends, source)
+    with _explained(path):
+        write_atomically(path, text)
+    return lines
 
 
 @contextmanager
-def rules_written(path: Path, trends: Sequence[Trend], source: str) -> Iterator[list[str]]:
-    """Write the laws to the file of rules at `path` (new: a copy of the package's rules) when a `with` block ends.
+def written_last(path: Path, text: str, new: Path) -> Iterator[None]:
+    """Write a file of rules when a `with` block ends that makes the folder `new`, in which the file may be.
 
-    The block gets a line for each law. Laws and paths that cannot be written are found before it begins.
+    Other paths that cannot be written are found before the block begins.
+    """
+    with ExitStack() as stack:
+        with _explained(path):
+            later = not path.parent.exists() and path.parent.resolve() == new.resolve()
+            if not later:
+                stack.enter_context(written_at_end(path, text))
+        yield
+        with _explained(path):
+            if later:
+                write_atomically(path, text)
+            stack.close()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error})") from error
+
+
+def new_rules(path: Path, trends: Sequence[Trend], source: str) -> tuple[str, list[str]]:
+    """The text of a file of rules with the laws, and a line for each law. Without a file at `path`, the other rules are
+    those of the package.
 
     The law of the learning rate replaces the rate at the anchor and its exponents, those over parameters below and
     above the anchor if the fit has models there. A law of the batch size with an interval replaces batch size and
@@ -43,7 +69,7 @@ def rules_written(path: Path, trends: Sequence[Trend], source: str) -> Iterator[
     except UserError as error:
         raise UserError(f"{base}: is not a file of rules ({error}); choose another path for --write-rules") from error
     if not trends:
-        raise UserError("--write-rules: there is no law to write; the notes without this option say why")
+        raise UserError("--write-rules: there is no law to write; the notes above say why")
     text = base.read_text(encoding="utf-8")
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     comments, done = _comments(text), []
@@ -66,11 +92,7 @@ def rules_written(path: Path, trends: Sequence[Trend], source: str) -> Iterator[
         comments[name] = "".join(f"# {line}\n" for line in lines)
         done += [f"{name}: {line}" for line in lines]
     parts = [f"\n{comments.get(name, '')}{to_toml({name: _given(rule)}).lstrip()}" for name, rule in rules.items()]
-    try:
-        with written_at_end(path, head + "".join(parts)):
-            yield done
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error})") from error
+    return head + "".join(parts), done
 
 
 def _given(rule: Rule) -> dict[str, Any]:

@@ -3,12 +3,10 @@
 import math
 
 from angpt.config import Recipe
-from angpt.fits.hparams import fit_hparams
-from angpt.fits.reading import read_table
 from angpt.present.tables import Table
-from angpt.present.words import bracketed, label, overhead
-from experiments.evidence import paper
-from experiments.evidence.protocol import BUDGETS, EVIDENCE, SWEEPS, TIE
+from angpt.present.words import bracketed, label, overhead, quantity
+from experiments.evidence import paper, sweeps
+from experiments.evidence.protocol import BUDGETS, TIE
 from experiments.evidence.results import Results, curve
 from experiments.evidence.tables import ablation, improvements
 
@@ -23,11 +21,12 @@ def exhibits(results: Results) -> Table:
     speed = {name: speed_up(results, name) for name in paper.SPEED_UPS}
     time = {name: step_time(results, name) for name in paper.STEP_TIMES}
     inside = {start: claim(results, start) for start in CLAIMS}
+    rates, batches = of_size()
     found: list[tuple[str, str, Finding]] = [
         ("Figure 1", "input norms grow with depth in GPT+, little in anGPT, not in nGPT", inside["The residual norm"]),
         ("Table 1", "the architectures", ("[the same, from the code](../table1.md)", paper.HOLDS)),
-        ("Figures 2, G.1", "the best learning rate of anGPT falls with size", rates()),
-        ("Figures 2, G.1", "its best batch grows with size", ("", paper.NOT_RUN)),
+        ("Figures 2, G.1", "the best learning rate of anGPT falls with size", rates),
+        ("Figures 2, G.1", "its best batch grows with size", batches),
         ("Figure 3", "anGPT needs 1.4 times fewer tokens than GPT+", speed["angpt"]),
         ("Figure 3", "nGPT needs 1.29 times fewer tokens than GPT+", speed["ngpt"]),
         ("Table 2", "a step of anGPT takes 2.75 % more time than one of GPT+", time["angpt"]),
@@ -90,12 +89,22 @@ def step_time(results: Results, recipe: Recipe) -> Finding:
     return text, paper.HOLDS if holds else paper.OPEN if ours.covers(paper.STEP_TIMES[recipe]) else paper.FAILS
 
 
-def rates() -> Finding:
-    """The exponent of the best learning rate over the size, from all sweeps."""
-    fit = fit_hparams(read_table([EVIDENCE / stage for stage in SWEEPS], ("batch_tokens", "lr")))
-    exponent = next(t.lr.law.exponents["parameters"] for t in fit.trends if t.architecture == "angpt")
-    verdict = paper.HOLDS if exponent.high is not None and exponent.high < 0 else paper.OPEN
-    return f"rate: exponent {bracketed(exponent, '.2f')} from 7M to 62M", verdict
+def of_size() -> tuple[Finding, Finding]:
+    """The exponents of the best learning rate and batch of anGPT with Adam over the size, from all sweeps."""
+    trend = next(t for t in sweeps.fitted().trends if t.architecture == "angpt")
+    findings = []
+    for name, fitted, sign in (("rate", trend.lr, -1), ("batch", trend.batch_tokens, 1)):
+        exponent = None if fitted is None else fitted.law.exponents.get("parameters")
+        if fitted is None or exponent is None:
+            findings.append(("", paper.NOT_RUN))
+            continue
+        sizes = f"{quantity(fitted.sizes[0])} to {quantity(fitted.sizes[-1])}"
+        ends = [sign * end for end in (exponent.low, exponent.high) if end is not None]
+        verdict = (
+            paper.OPEN if not ends or min(ends) <= 0 <= max(ends) else paper.HOLDS if min(ends) > 0 else paper.FAILS
+        )
+        findings.append((f"{name}: exponent {bracketed(exponent, '.2f')} from {sizes}", verdict))
+    return findings[0], findings[1]
 
 
 def fewer_settings(results: Results) -> Finding:

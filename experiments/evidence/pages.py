@@ -4,12 +4,15 @@ from pathlib import Path
 
 from angpt.present.style import styled
 from angpt.present.tables import replace_marked
-from experiments.evidence import figures, paper, relatives, tables
+from experiments.evidence import figures, paper, relatives, sweeps, tables
 from experiments.evidence.exhibits import exhibits
 from experiments.evidence.protocol import EVIDENCE
 from experiments.evidence.results import Results
 
-PAGES = (EVIDENCE / "tuning.md", EVIDENCE / "report.md", EVIDENCE.parent / "optimizers.md")
+PAGES = (
+    *(EVIDENCE / name for name in ("tuning.md", "report.md")),
+    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md")),
+)
 
 
 def write(root: Path = EVIDENCE) -> None:
@@ -50,6 +53,9 @@ def marked(results: Results) -> dict[str, str]:
         "best-of": tables.best_of(protocol),
         "tasks": tables.tasks(results),
         "exhibits": exhibits(results),
+        "rates": sweeps.rates(),
+        "batches": sweeps.batches(),
+        "batch-laws": sweeps.batch_laws(),
     }
     return {name: f"{table.markdown()}\n" for name, table in made.items()} | {
         "relatives": relatives.table(protocol.loss)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from angpt.config import Recipe, TrainConfig
 from angpt.serialization import from_dict
 from angpt.studies.compare import read_config
+from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point, folder_name
 from angpt.studies.jobs import ended
 from angpt.studies.search import Loss
@@ -339,13 +341,12 @@ class Protocol:
 
         yield from relatives.items(self.loss)
         for stage, file in FILES:
-            study = study_of(file)
-            study.known = self.sweep_loss
-            for job in study.jobs():
-                name, waits = job.folder.name, stage in ("defaults", "scaling") and not self.tuned
-                elsewhere = any(self.loss(other, name) is not None for other in SWEEPS if stage == SWEEPS[-1] != other)
-                if not elsewhere and (stage != "defaults" or _identity(job.config) not in self.identities):
-                    yield Item(stage, name, partial(getattr, job, "config"), provisional=waits)
+            earlier = SWEEPS[:-1] if stage == SWEEPS[-1] else ()
+            waits = stage in ("defaults", "scaling") and not self.tuned
+            for job in StoredStudy(study_config(file), self.sweep_loss).jobs():
+                known = any(self.loss(other, job.folder.name) is not None for other in earlier)
+                if not known and (stage != "defaults" or _identity(job.config) not in self.identities):
+                    yield Item(stage, job.folder.name, partial(getattr, job, "config"), provisional=waits)
 
     def sweep_loss(self, name: str) -> float | None:
         """The loss of a run of any sweep of learning rates."""
@@ -358,18 +359,26 @@ class Protocol:
 
 
 class StoredStudy(Study):
-    """A study whose runs are stored by stage: its grids grow by their losses."""
+    """A study whose runs are stored elsewhere: its grids grow by their losses."""
 
-    known: Callable[[str], float | None]
-    """The loss of a run by its name; infinite if it diverged, None if it has not ended."""
+    def __init__(self, config: StudyConfig, loss_of: Callable[[str], float | None]) -> None:
+        """`loss_of`: the loss of a run by its name; infinite if it diverged, None if it has not ended."""
+        super().__init__(Path("studies"), config)
+        self.loss_of = loss_of
 
     def loss(self, group: Group, seeds: Sequence[int], trials: bool = False) -> Loss:
-        return lambda batch, lr: self.known(Point(group, batch, lr, seeds[0], trials).full_name)
+        def loss(batch: int, lr: float) -> float | None:
+            names = (self.run_folder(Point(group, batch, lr, seed, trials)).name for seed in seeds)
+            losses = [self.loss_of(name) for name in names]
+            known = [loss for loss in losses if loss is not None]
+            return fmean(known) if len(known) == len(losses) else None
+
+        return loss
 
 
 @cache
-def study_of(file: str) -> StoredStudy:
-    return StoredStudy(Path("studies"), read_config(HERE / file))
+def study_config(file: str) -> StudyConfig:
+    return read_config(HERE / file)
 
 
 SENSITIVITY: dict[str, tuple[str, ...]] = {

@@ -171,8 +171,8 @@ class Queue:
                     self.walls.append((expected, took))
                 loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
-                pack(self.runs, archive)
-        pack(self.runs, archive)
+                pack(self.runs, archive, self.names)
+        pack(self.runs, archive, self.names)
         print("\n".join(self.lines(stages)), flush=True)
 
     def train(self, item: Item, limit: float | None, requests: Path | None, commit: str) -> Summary:
@@ -270,13 +270,13 @@ def look_inside(folder: Path, requests: Path | None) -> None:
         print(f"{folder}: not analysed: {type(error).__name__}: {error}", flush=True)
 
 
-def pack(runs: Path, archive: Path) -> None:
-    """Write the folders of all ended runs, without weights, to a .tar file, whole or not at all."""
+def pack(runs: Path, archive: Path, names: str = "*") -> None:
+    """Write the folders of all ended runs with such names, without weights, to a .tar file, whole or not at all."""
     part = archive.with_name(f".{archive.name}.part")
     with tarfile.open(part, "w") as tar:
         for summary in sorted(runs.glob("*/*/summary.json")):
             folder = summary.parent
-            if ended(folder) is None:
+            if not fnmatch(folder.name, names) or ended(folder) is None:
                 continue
             named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
             for file in [file for file in named if file.exists()] + sorted(folder.glob("eval/**/*.*")):

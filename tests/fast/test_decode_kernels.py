@@ -117,9 +117,9 @@ def writes_the_plain_tokens(model: Folded, decode: Callable[..., Tensor], count:
         args = tokens, torch.full((rows,), position, device=DEVICE)
         views = [[Cache(c.keys[:, :, :shown], c.values[:, :, :shown]) for c in part] for part in caches]
         logits, found = model.decode(*args, views[0], 256), decode(*args, views[1], 256)
-        # Twice that of one step: each form reads its own rounded cache, and this is the largest of 10⁵ differences.
-        rounding = 2 * ROUNDING * logits.abs().max()
-        assert (found - logits).abs().max() <= rounding
+        rounding = ROUNDING * logits.abs().max()
+        # In bf16 each form reads its own rounded cache, and this is the largest of 10⁵ differences.
+        assert (found - logits).abs().max() <= (2 if ON_GPU else 1) * rounding
         best, second = logits.topk(2).values.unbind(dim=-1)
         clear = best - second > rounding if model.dtype == torch.bfloat16 else torch.ones_like(best, dtype=torch.bool)
         assert torch.equal(found.argmax(dim=-1)[clear], logits.argmax(dim=-1)[clear])

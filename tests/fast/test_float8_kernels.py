@@ -141,8 +141,9 @@ def test_a_compiled_model_has_the_gradients_of_separate_kernels(architecture, mo
 @needs_e4m3
 @pytest.mark.parametrize("terms", [tuning.FLOAT8_FAST_TERMS, 4 * tuning.FLOAT8_FAST_TERMS])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_sums_in_tensor_cores_are_more_exact_than_their_terms(terms, offset):
-    """Rounding to e4m3 changes a product of random numbers by 3.7 %; with an offset, partial sums grow steadily."""
+def test_sums_are_more_exact_than_their_terms(terms, offset):
+    """Rounding to e4m3 changes a product of random numbers by 3.7 %; with an offset, partial sums grow steadily. The
+    longer sums would fail if they were kept in tensor cores."""
     a, b = ((torch.randn(256, terms, device="cuda") + offset).to(E4M3) for _ in range(2))
     exact = a.double() @ b.double().t()
     found = float8_product(a, b, 1.0, *(torch.tensor(1.0, device="cuda") for _ in range(2)))

@@ -113,6 +113,10 @@ def test_nothing_is_written_unless_all_of_it_can_be(tmp_path, capsys):
         assert code == 2
         assert words in text
         assert sorted(tmp_path.rglob("*")) == before
+    out = tmp_path / "out"
+    code, text = angpt(capsys, "fit", "hparams", source, "--out", out, "--write-rules", out / "rules.toml")
+    assert code == 0
+    assert (out / "rules.toml").exists()
 
 
 def test_scaling(tmp_path, capsys):
