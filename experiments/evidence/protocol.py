@@ -6,23 +6,19 @@ choice decides the settings of the final runs, ablations and sensitivity runs. N
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from angpt.config import Recipe, TrainConfig
 from angpt.serialization import from_dict
-from angpt.studies.compare import read_config
-from angpt.studies.config import StudyConfig
-from angpt.studies.grid import Group, Point, folder_name
+from angpt.studies.grid import folder_name
 from angpt.studies.jobs import ended
-from angpt.studies.search import Loss
-from angpt.studies.study import Study
 from angpt.training.plan import make_plan
+from experiments.evidence.stored import StoredStudy, study_config
 
 HERE = Path(__file__).resolve().parent
 EVIDENCE = HERE.parents[1] / "docs" / "evidence"
@@ -356,29 +352,6 @@ class Protocol:
     @cached_property
     def identities(self) -> set[tuple[Any, ...]]:
         return {_identity(item.config) for item in self.final()}
-
-
-class StoredStudy(Study):
-    """A study whose runs are stored elsewhere: its grids grow by their losses."""
-
-    def __init__(self, config: StudyConfig, loss_of: Callable[[str], float | None]) -> None:
-        """`loss_of`: the loss of a run by its name; infinite if it diverged, None if it has not ended."""
-        super().__init__(Path("studies"), config)
-        self.loss_of = loss_of
-
-    def loss(self, group: Group, seeds: Sequence[int], trials: bool = False) -> Loss:
-        def loss(batch: int, lr: float) -> float | None:
-            names = (self.run_folder(Point(group, batch, lr, seed, trials)).name for seed in seeds)
-            losses = [self.loss_of(name) for name in names]
-            known = [loss for loss in losses if loss is not None]
-            return fmean(known) if len(known) == len(losses) else None
-
-        return loss
-
-
-@cache
-def study_config(file: str) -> StudyConfig:
-    return read_config(HERE / file)
 
 
 SENSITIVITY: dict[str, tuple[str, ...]] = {
