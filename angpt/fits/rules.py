@@ -49,6 +49,7 @@ def written_last(path: Path, text: str, new: Path) -> Iterator[None]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
+    """Turn an OSError inside a `with` block into an error that names the file of rules."""
     try:
         yield
     except OSError as error:
