@@ -64,7 +64,7 @@ class Speed:
     """Measured rates of training, from which the time of a run is estimated."""
 
     by_model: dict[tuple[int, int, bool], float]
-    """Tokens per second by width, depth and whether a step is one pass."""
+    """Tokens per second by width, depth and whether a step is one pass: the highest, since runs may share a GPU."""
     flops: float
     """FLOP/s of other models."""
 
@@ -78,7 +78,7 @@ class Speed:
             if summary is not None and summary.tokens_per_s:
                 rates.setdefault(_model(run.config()), []).append(summary.tokens_per_s)
                 flops.append(summary.tokens_per_s * summary.flops_per_token)
-        return cls({key: statistics.median(r) for key, r in rates.items()}, statistics.median(flops or [2e14]))
+        return cls({key: max(r) for key, r in rates.items()}, statistics.median(flops or [2e14]))
 
     def seconds(self, item: Item, done: float = 0.0) -> float:
         """The time of a run, of which a part is done already."""
