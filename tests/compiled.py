@@ -209,6 +209,7 @@ def between_products() -> dict[str, dict]:
     from angpt.fast import decode_kernels as few
     from angpt.fast import prompt_kernels as prompts
     from angpt.fast import rows_kernels as many
+    from angpt.fast import tuning
 
     head = {"QK_NORM": True, "GAINS": 1, "EPS": 1e-20, "HALF": 16, "D_HEAD": 64}
     slots = {"PER_SPLIT": 512, "TILE": few.TILE, "NEVER": few.NEVER, "OVERLAP": True}
@@ -221,10 +222,22 @@ def between_products() -> dict[str, dict]:
     sums = {"acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "out_ptr": BF16, "d": "i32", "heads": "i32"}
     packed = angles | cache | {"qkv_ptr": BF16, "q_ptr": BF16, "length": "i32"}
     return {
-        "attend, split": build(few._attend, attention | {"acc_ptr": FP32}, 4, PARTS=1, WHOLE=False, **head, **slots),
-        "attend, whole": build(few._attend, attention | {"acc_ptr": BF16}, 4, PARTS=2, WHOLE=True, **head, **slots),
+        "attend, split": build(
+            few._attend, attention | {"acc_ptr": FP32}, few.attend_warps(64), PARTS=1, WHOLE=False, **head, **slots
+        ),
+        "attend, whole": build(
+            few._attend, attention | {"acc_ptr": BF16}, few.attend_warps(64), PARTS=2, WHOLE=True, **head, **slots
+        ),
         "combine": build(many._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
-        "advance, rows": build(few._advance, update | {"y_ptr": BF16}, 4, UPDATE=True, PARTS=8, OVERLAP=True, **seen),
+        "advance, rows": build(
+            few._advance,
+            update | {"y_ptr": BF16},
+            tuning.DECODE_ADVANCE_WARPS,
+            UPDATE=True,
+            PARTS=8,
+            OVERLAP=True,
+            **seen,
+        ),
         "advance, prompts": build(
             few._advance, update | {"x_ptr": BF16, "y_ptr": BF16}, 4, UPDATE=True, PARTS=1, OVERLAP=False, **seen
         ),

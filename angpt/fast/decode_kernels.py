@@ -5,8 +5,8 @@ that every program recomputes it, which is cheaper than a separate kernel.
 
 From Hopper on, kernels overlap by programmatic dependent launch (OVERLAP): a kernel starts while the previous one runs,
 prefetches what no kernel of this file has written in this step (matrix, vectors, angles, positions, slots of earlier
-tokens), and then waits for the previous kernel, and thereby for all before it. Angles and positions are written by
-PyTorch's kernels, which do not overlap; the last of them, the embedding, runs before the first of these.
+tokens), and then waits for the previous kernel, and thereby for all before it. Angles and positions are written before
+the embedding, a kernel of PyTorch, which does not overlap and runs before the first of these.
 
 | kernel | reads | computes |
 |---|---|---|
@@ -16,17 +16,17 @@ PyTorch's kernels, which do not overlap; the last of them, the embedding, runs b
 | `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
 | `_down` | W_d | the MLP's output |
 
-8-bit matrices are read as they are; the scales of their rows multiply the products (SCALED). With them, `_down` also
-computes the head; otherwise that is PyTorch's product.
+Before the first layer `_rotation` computes the rotation, and after the last `_down` the head. 8-bit matrices are read as
+they are; the scales of their rows multiply the products (SCALED).
 
 `Folded.decode` is the plain form.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -138,6 +138,16 @@ def _advance(
     if UPDATE:
         tl.store(out_ptr + row * d + cols, stream, cols < d)
     tl.store(y_ptr + row * d + cols, h.to(y_ptr.dtype.element_ty), cols < d)
+
+
+@triton.jit
+def _rotation(positions_ptr, cos_ptr, sin_ptr, STEP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Cosines and sines of the rotary angles of one position, position · 2^(pair · STEP), computed in float64."""
+    row, pair = tl.program_id(0), tl.arange(0, PAIRS)
+    frequency = tl.exp2(pair.to(tl.float64) * tl.full((PAIRS,), STEP, tl.float64))
+    angle = tl.load(positions_ptr + row).to(tl.float64) * frequency
+    tl.store(cos_ptr + row * HALF + pair, tl.cos(angle).to(tl.float32), pair < HALF)
+    tl.store(sin_ptr + row * HALF + pair, tl.sin(angle).to(tl.float32), pair < HALF)
 
 
 @triton.jit
@@ -284,6 +294,11 @@ def warps(width: int) -> int:
     return min(16, max(4, width // 256))
 
 
+def attend_warps(d_head: int) -> int:
+    """Number of warps of `_attend`, so that a tile of keys and one of values fit into the registers."""
+    return tuning.DECODE_ATTEND_WARPS * max(1, d_head // 64)
+
+
 class Steps:
     """The kernels of one model, called layer by layer."""
 
@@ -299,12 +314,21 @@ class Steps:
             "EPS": EPS,
             "D": self.padded,
         }
-        self.head = {"D_HEAD": cfg.d_head, "HALF": cfg.rotary_dim // 2, "EPS": EPS}
+        self.half, self.rotary_base = cfg.rotary_dim // 2, cfg.rotary_base
+        self.head = {"D_HEAD": cfg.d_head, "HALF": self.half, "EPS": EPS}
         self.qk_norm = design.qk != "plain"
-        self.warps = warps(self.padded)
+        self.warps, self.update_warps = warps(self.padded), 4
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
         self.scaled = {"SCALED": model.weights != "full"}
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles of positions, each (B, r/2)."""
+        cos, sin = (torch.empty(len(positions), self.half, device=positions.device) for _ in range(2))
+        if self.half:
+            step, pairs = -math.log2(self.rotary_base) / self.half, triton.next_power_of_2(self.half)
+            _rotation[(len(positions),)](positions, cos, sin, STEP=step, HALF=self.half, PAIRS=pairs, num_warps=1)
+        return cos, sin
 
     def read(self, weight: Tensor, scale: Any, h: Tensor, pending: Any, swiglu: bool) -> tuple[Tensor, Tensor]:
         """The product of a matrix with the input of its block, and the stream after the pending update."""
@@ -339,7 +363,8 @@ class Steps:
 
     def split(self, shown: int, splits: int) -> dict[str, Any]:
         """The constants of `_attend` if the slots are split."""
-        return {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER} | self.launch
+        constants = {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER}
+        return constants | {"num_warps": attend_warps(self.d // self.heads)} | self.launch
 
     def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
@@ -368,7 +393,8 @@ class Steps:
         y = torch.empty(h.shape, dtype=dtype, device=h.device)
         _advance[(h.numel() // self.d,)](
             h, x, h if keep is None else keep, h if add is None else add, out, y, self.d, h.numel(),
-            UPDATE=pending is not None, PARTS=x.numel() // h.numel(), **self.constants, **self.launch,
+            UPDATE=pending is not None, PARTS=x.numel() // h.numel(), num_warps=self.update_warps,
+            **self.constants, **self.launch,
         )  # fmt: skip
         return out, y
 
@@ -377,7 +403,7 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
     """`Folded.decode`, computed by the kernels."""
     steps = Steps(model)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
-        angles = model.angles(positions)
+        angles = steps.angles(positions)
         h, pending = model.embed(tokens), None
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
@@ -387,6 +413,4 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
             y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
             pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m
         _, seen = steps.advance(h, pending, torch.float32)
-        if model.W_h_scale is not None:
-            return steps.down(model.W_h, model.W_h_scale, seen, READ_ROWS)
-        return F.linear(seen.to(model.dtype), model.W_h).to(model.wide)
+        return steps.down(model.W_h, model.W_h_scale, seen, READ_ROWS)

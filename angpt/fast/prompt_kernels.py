@@ -57,8 +57,7 @@ def _prompt_heads(
         q = q * tl.load(gain_ptr)
     elif GAINS > 1:
         q = q * tl.load(gain_ptr + at, known, 0.0)
-    place = ((row.to(tl.int64) * heads + head[:, None]) * length + token) * D_HEAD + dims[None, :]
-    tl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), known)
+    tl.store(q_ptr + (row.to(tl.int64) * length + token) * d + at, q.to(q_ptr.dtype.element_ty), known)
     slot = row.to(tl.int64) * stride_row + head[:, None] * stride_head + token * D_HEAD + dims[None, :]
     tl.store(k_ptr + slot, k.to(k_ptr.dtype.element_ty), known)
     tl.store(v_ptr + slot, v, known)
@@ -74,13 +73,14 @@ class PromptSteps(Steps):
     def attention(self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Causal attention of whole prompts (B, T, 3 d), whose keys and values fill the cache."""
         rows, length, _ = qkv.shape
-        q = torch.empty(rows, self.heads, length, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
+        # The output of attention has the layout of q, in which all heads of a token are adjacent.
+        q = torch.empty(rows, length, self.heads, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
         _prompt_heads[length, rows](
             qkv, *angles, qkv if layer.gain is None else layer.gain, q, cache.keys, cache.values, self.heads, length,
             cache.keys.stride(0), cache.keys.stride(1), HEADS=triton.next_power_of_2(self.heads), **self.qk(layer),
         )  # fmt: skip
         keys, values = cache.keys[:, :, :length], cache.values[:, :, :length]
-        out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, scale=1.0)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, scale=1.0)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -89,7 +89,7 @@ def prefill(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cac
     check_tokens(tokens, model.cfg.context)
     steps = PromptSteps(model)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
-        angles = model.angles(torch.arange(tokens.shape[1], device=tokens.device))
+        angles = steps.angles(torch.arange(tokens.shape[1], device=tokens.device))
         h, x = steps.advance(model.embed(tokens), None, model.dtype)
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)

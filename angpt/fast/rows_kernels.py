@@ -110,7 +110,7 @@ class ManySteps(Steps):
 
     def __init__(self, model: Folded, batch: int) -> None:
         super().__init__(model)
-        self.batch, self.dtype = batch, model.dtype
+        self.batch, self.dtype, self.update_warps = batch, model.dtype, tuning.DECODE_ADVANCE_WARPS
 
     def product(self, x: Tensor, weight: Tensor, scale: Any, swiglu: bool = False, whole: bool = False) -> Tensor:
         """The product of a matrix with the input x of its block, in parts (parts, B, n) unless `whole` or `swiglu`."""
@@ -157,7 +157,7 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
     """`Folded.decode`, computed by the kernels for many rows."""
     steps = ManySteps(model, len(tokens))
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
-        angles = model.angles(positions)
+        angles = steps.angles(positions)
         h, x = steps.advance(model.embed(tokens), None, model.dtype)
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)

@@ -59,12 +59,16 @@ DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 """Decode: rows of a matrix per program, few enough to occupy every multiprocessor."""
 DECODE_TILE, DECODE_SPLITS = 64, 16
 """Decode: slots of the cache in registers at once, and the largest number of splits of the slots of a head."""
+DECODE_ATTEND_WARPS = 2
+"""Decode: warps that share the slots of a head of 64 dimensions; in proportion for larger heads (not measured)."""
 DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
 """Decode with many rows: programs that a kernel should have, so that all multiprocessors read."""
 DECODE_LEAST_DEPTH = 256
 """Decode with many rows: smallest number of columns of a matrix per program, where several share its rows."""
+DECODE_ADVANCE_WARPS = 8
+"""Decode with many rows: warps of a residual update."""
 DECODE_TILES = {16: (64, 128, 4, 4), 32: (32, 256, 4, 4), 64: (32, 64, 4, 4), 128: (32, 64, 8, 4)}
 """Decode with many rows, by the rows of a tile (that of 64 rows is not measured): rows of the matrix, depth per
 iteration, warps, software pipeline depth."""

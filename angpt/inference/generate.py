@@ -106,9 +106,9 @@ def checked(prompts: Prompts, vocab_size: int) -> list[list[int]]:
         raise UserError(f"prompts must be a list of token ids per row ({error}); generate_text takes text") from error
     if not rows or any(not row for row in rows):
         raise UserError("each prompt must have at least one token")
-    worst = max((t for row in rows for t in row), key=lambda t: abs(t - vocab_size / 2))
-    if not 0 <= worst < vocab_size:
-        raise UserError(f"token {worst} of a prompt is not in the model's vocabulary of {vocab_size:,}")
+    for token in (min(map(min, rows)), max(map(max, rows))):
+        if not 0 <= token < vocab_size:
+            raise UserError(f"token {token} of a prompt is not in the model's vocabulary of {vocab_size:,}")
     return rows
 
 

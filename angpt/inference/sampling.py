@@ -43,18 +43,24 @@ class Sampling:
         check_settings(self, "in (0, 1]", lambda value: 0 < value <= 1, "top_p")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, "min_p")
 
+    @property
+    def greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature < LEAST_TEMPERATURE
+
 
 GREEDY = Sampling(temperature=0, top_k=None)
 
 
-def pick(logits: "Tensor", how: Sampling, uniform: "Tensor", seen: "Tensor | None" = None) -> "Tensor":
-    """One token (B) per row of logits (B, V), given uniform numbers (B) in [0, 1) and a mask (B, V) of the tokens that
-    have occurred in each row."""
+def pick(logits: "Tensor", how: Sampling, uniform: "Tensor | None", seen: "Tensor | None" = None) -> "Tensor":
+    """One token (B) per row of logits (B, V), given uniform numbers (B) in [0, 1), which greedy sampling does not need,
+    and a mask (B, V) of the tokens that have occurred in each row."""
     if how.repetition_penalty != 1 and seen is not None:
         penalty = how.repetition_penalty
         logits = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
-    if how.temperature < LEAST_TEMPERATURE:
+    if how.greedy:
         return logits.argmax(dim=-1)
+    assert uniform is not None
     logits = logits / how.temperature
     ids = None
     if how.top_k is not None and how.top_k < logits.shape[-1]:

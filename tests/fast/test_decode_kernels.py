@@ -74,6 +74,18 @@ def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, sh
     agree(step_both_ways(folded(d_model=48, n_heads=3), rows, capacity, shown))
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.75, 0.0])
+def test_angles_are_those_of_the_model(fraction: float) -> None:
+    """Also far beyond the context, where the window slides: in fp32 the last angle could be off by 0.06."""
+    from angpt.fast.decode_kernels import Steps
+
+    model = folded(d_model=32, n_heads=1, rotary_fraction=fraction)
+    positions = torch.tensor([0, 1, 2000, 1_000_003], device=DEVICE)
+    for found, expected in zip(Steps(model).angles(positions), model.angles(positions), strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
 @torch.no_grad()
 def test_a_width_that_is_no_power_of_two() -> None:
     agree(step_both_ways(folded(d_model=32, d_ff=80), [3], 64, 64))
