@@ -16,7 +16,7 @@ the embedding, a kernel of PyTorch, which does not overlap and runs before the f
 | `_read` | W_uz | the residual update, the input norm, u · SiLU(z) |
 | `_down` | W_d | the MLP's output |
 
-Before the first layer `_rotation` computes the rotation, and after the last `_down` the head. 8-bit matrices are read as
+Before the first layer `_rotation` computes the angles, and after the last `_down` the head. 8-bit matrices are read as
 they are; the scales of their rows multiply the products (SCALED).
 
 `Folded.decode` is the plain form.
