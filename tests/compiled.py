@@ -182,6 +182,8 @@ def inference() -> dict[str, dict]:
         found[f"down, {mlp}{of}"] = build(
             k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
         )
+    pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | {"n": "i32", "width": "i32", "w_ptr": BF16}
+    found["down, head"] = build(k._down, pair, 4, SCALED=False, ROWS=k.READ_ROWS, WIDTH=1024, OVERLAP=True)
     return found | many_rows() | between_products()
 
 
@@ -217,7 +219,9 @@ def between_products() -> dict[str, dict]:
     cache = {"k_ptr": BF16, "v_ptr": BF16, "stride_row": "i32", "stride_head": "i32", "heads": "i32"}
     attention = angles | cache | {"qkv_ptr": FP32, "positions_ptr": I64, "capacity": "i32", "shown": "i32"}
     attention |= {"top_ptr": FP32, "sum_ptr": FP32}
+    whole = attention | {"acc_ptr": BF16}
     update = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr"), FP32) | {"d": "i32", "stride": "i32"}
+    rows, warps = update | {"y_ptr": BF16}, tuning.DECODE_ADVANCE_WARPS
     seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "D": 1024}
     sums = {"acc_ptr": FP32, "top_ptr": FP32, "sum_ptr": FP32, "out_ptr": BF16, "d": "i32", "heads": "i32"}
     packed = angles | cache | {"qkv_ptr": BF16, "q_ptr": BF16, "length": "i32"}
@@ -225,19 +229,14 @@ def between_products() -> dict[str, dict]:
         "attend, split": build(
             few._attend, attention | {"acc_ptr": FP32}, few.attend_warps(64), PARTS=1, WHOLE=False, **head, **slots
         ),
-        "attend, whole": build(
-            few._attend, attention | {"acc_ptr": BF16}, few.attend_warps(64), PARTS=2, WHOLE=True, **head, **slots
-        ),
+        **{
+            f"attend, whole, {d}": build(
+                few._attend, whole, few.attend_warps(d), PARTS=2, WHOLE=True, **head | {"D_HEAD": d}, **slots
+            )
+            for d in (64, 128, 256)
+        },
         "combine": build(many._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
-        "advance, rows": build(
-            few._advance,
-            update | {"y_ptr": BF16},
-            tuning.DECODE_ADVANCE_WARPS,
-            UPDATE=True,
-            PARTS=8,
-            OVERLAP=True,
-            **seen,
-        ),
+        "advance, rows": build(few._advance, rows, warps, UPDATE=True, PARTS=8, OVERLAP=True, **seen),
         "advance, prompts": build(
             few._advance, update | {"x_ptr": BF16, "y_ptr": BF16}, 4, UPDATE=True, PARTS=1, OVERLAP=False, **seen
         ),

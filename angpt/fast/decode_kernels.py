@@ -4,7 +4,7 @@ At one row the products are reductions. What lies between them (norms, residual 
 that every program recomputes it, which is cheaper than a separate kernel.
 
 From Hopper on, kernels overlap by programmatic dependent launch (OVERLAP): a kernel starts while the previous one runs,
-prefetches what no kernel of this file has written in this step (matrix, vectors, angles, positions, slots of earlier
+prefetches what no overlapping kernel has written in this step (matrix, vectors, angles, positions, slots of earlier
 tokens), and then waits for the previous kernel, and thereby for all before it. Angles and positions are written before
 the embedding, a kernel of PyTorch, which does not overlap and runs before the first of these.
 
@@ -272,9 +272,9 @@ def _down(
     w_ptr, scale_ptr, y_ptr, x_ptr, n, width,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x = W · y."""
-    row = tl.program_id(1)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    """x = W · y. Programs that share rows of W follow each other: the head does not fit into the cache."""
+    row = tl.program_id(0)
+    rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (rows < n)[:, None] & (cols < width)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], inside, 0.0)
     _await(OVERLAP)
@@ -381,7 +381,7 @@ class Steps:
         """The product of a matrix with y; each program computes some rows of it."""
         n, width = weight.shape
         x, padded = torch.empty(len(y), n, device=y.device), triton.next_power_of_2(width)
-        _down[triton.cdiv(n, rows), len(y)](
+        _down[len(y), triton.cdiv(n, rows)](
             weight, scale, y, x, n, width, ROWS=rows, WIDTH=padded, num_warps=warps(padded * rows // 16),
             **self.scaled, **self.launch,
         )  # fmt: skip

@@ -6,7 +6,8 @@
 | `_advance` | a residual update and the input of the next block |
 | `_swiglu` of block_kernels.py | u · SiLU(z) |
 
-A layer has nine or ten launches, where plain operations have about thirty. `Folded.prefill` is the plain form.
+Before the first layer `_rotation` of decode_kernels.py computes the angles. A layer has nine launches, where plain
+operations have about thirty. `Folded.prefill` is the plain form.
 """
 
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ class PromptSteps(Steps):
     def attention(self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Causal attention of whole prompts (B, T, 3 d), whose keys and values fill the cache."""
         rows, length, _ = qkv.shape
-        # The output of attention has the layout of q, in which all heads of a token are adjacent.
+        # On a GPU PyTorch gives the output of attention the layout of q: all heads of a token are adjacent, no copy.
         q = torch.empty(rows, length, self.heads, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
         _prompt_heads[length, rows](
             qkv, *angles, qkv if layer.gain is None else layer.gain, q, cache.keys, cache.values, self.heads, length,

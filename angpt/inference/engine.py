@@ -207,16 +207,17 @@ class Engine:
         lengths = [len(p) for p in prompts]
         if len(prompts) != len(self.tokens) or not 0 < max(lengths) <= self.slots:
             raise UserError(f"{len(prompts)} prompts of up to {max(lengths)} tokens do not fit this engine")
-        logits = self.reader(prompts)  # first, so that a GPU computes while the rest is prepared here
         if not self.how.greedy:
             drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
             self.uniform.copy_(torch.tensor(drawn))
-        self.positions.copy_(torch.tensor(lengths))
-        self.count.zero_()
         if self.seen is not None:
             self.seen.zero_()
             for row, prompt in enumerate(prompts):
                 self.seen[row, torch.tensor(prompt, device=self.tokens.device)] = True
+        logits = self.reader(prompts)
+        # Copies from the host would wait until a GPU has read the prompts; the launches below go on meanwhile.
+        self.positions.copy_(self.reader.lengths)
+        self.count.zero_()
         self.sample(logits)
         self.made, self.longest = 1, max(lengths)
 

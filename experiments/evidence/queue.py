@@ -63,14 +63,14 @@ Adapt = Callable[[TrainConfig], TrainConfig]
 class Speed:
     """Measured rates of training, from which the time of a run is estimated."""
 
-    by_model: dict[tuple[int, int, bool], float]
-    """Tokens per second by width, depth and whether a step is one pass: the highest, since runs may share a GPU."""
+    by_model: dict[tuple[int, int, int, bool], float]
+    """Tokens per second by width, depth, tokens of a step and whether that is one pass."""
     flops: float
     """FLOP/s of other models."""
 
     @classmethod
     def measured(cls, evidence: Path = EVIDENCE) -> "Speed":
-        rates: dict[tuple[int, int, bool], list[float]] = {}
+        rates: dict[tuple[int, int, int, bool], list[float]] = {}
         flops = []
         for path in evidence.glob("*/*/summary.json"):
             run = Run(path.parent)
@@ -78,7 +78,7 @@ class Speed:
             if summary is not None and summary.tokens_per_s:
                 rates.setdefault(_model(run.config()), []).append(summary.tokens_per_s)
                 flops.append(summary.tokens_per_s * summary.flops_per_token)
-        return cls({key: max(r) for key, r in rates.items()}, statistics.median(flops or [2e14]))
+        return cls({key: statistics.median(r) for key, r in rates.items()}, statistics.median(flops or [2e14]))
 
     def seconds(self, item: Item, done: float = 0.0) -> float:
         """The time of a run, of which a part is done already."""
@@ -88,9 +88,9 @@ class Speed:
         return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * item.evaluated
 
 
-def _model(config: TrainConfig) -> tuple[int, int, bool]:
-    sequences = (config.batch_tokens or 0) // config.model.context
-    return config.model.d_model, config.model.n_layers, config.micro_batch == sequences
+def _model(config: TrainConfig) -> tuple[int, int, int, bool]:
+    batch = config.batch_tokens or 0
+    return config.model.d_model, config.model.n_layers, batch, config.micro_batch == batch // config.model.context
 
 
 class Queue:

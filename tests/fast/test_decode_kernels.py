@@ -76,7 +76,7 @@ def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, sh
 
 @pytest.mark.parametrize("fraction", [1.0, 0.75, 0.0])
 def test_angles_are_those_of_the_model(fraction: float) -> None:
-    """Also far beyond the context, where the window slides: in fp32 the last angle could be off by 0.06."""
+    """Also far beyond the context, where the window slides: angles of the last in fp32 could be off by 0.06."""
     from angpt.fast.decode_kernels import Steps
 
     model = folded(d_model=32, n_heads=1, rotary_fraction=fraction)

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from angpt.models.folded import Folded
-from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded
+from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded, needs_gpu
 from tests.models.conftest import some_tokens
-from tests.triton_anywhere import DEVICE, kernels_apply  # noqa: F401
+from tests.triton_anywhere import DEVICE, DTYPE, kernels_apply  # noqa: F401
 
 
 def compare(model: Folded, rows: int, length: int) -> None:
@@ -25,6 +26,21 @@ def compare(model: Folded, rows: int, length: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_read_prompts_as_plain_operations_do(name: str) -> None:
     compare(folded(name, d_model=32, n_layers=2, context=64), 2, 7)
+
+
+@torch.no_grad()
+@needs_gpu
+def test_the_output_of_attention_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from angpt.fast.prompt_kernels import PromptSteps
+
+    model, found = folded(d_model=128, n_heads=2, context=64), []
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: found.append(attend(*a, **k)) or found[0])
+    steps, qkv = PromptSteps(model), torch.randn(2, 32, 3 * 128, device=DEVICE).to(DTYPE)
+    out = steps.attention(
+        qkv, model.layers[0], model.make_caches(2, 64)[0], steps.angles(torch.arange(32, device=DEVICE))
+    )
+    assert out.data_ptr() == found[0].data_ptr()
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ def test_tokens_follow_the_filtered_distribution(how: Sampling) -> None:
 
 
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
-    assert pick(LOGITS[None], GREEDY, torch.zeros(1)).tolist() == [0]
+    assert pick(LOGITS[None], GREEDY, None).tolist() == [0]
     seen = torch.tensor([[True, False, False, False, False, False]])
     how = Sampling(temperature=0, repetition_penalty=1.1)
     assert pick(LOGITS[None], how, torch.zeros(1), seen).tolist() == [3]
