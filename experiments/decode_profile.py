@@ -18,33 +18,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from angpt.bench.measure import timed
 from angpt.config import ModelConfig
-from angpt.fast import decode_kernels, rows_kernels
+from angpt.fast import decode_kernels, rows_kernels, tuning
+from angpt.fast.decode_kernels import _await
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.sampling import GREEDY
-from angpt.models.folded import Folded, Layer
+from angpt.models.folded import Folded
 from angpt.models.variants import build
 from angpt.present.tables import Table
 
 KERNELS = ("_read", "_attend", "_project", "_down", "_product", "_combine", "_advance")
-MATRICES = ("W_qkv", "W_p", "W_uz", "W_d", "W_h")
+MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 PROMPT, SLOTS, REPLAYS, TURNS = 128, 256, 100, 5
-"""Tokens of the prompt, slots of the cache, steps that are timed together, and how often."""
+"""Tokens of the prompt, slots of the cache, steps that are timed together, and the number of such turns."""
 Chosen = Callable[[str, Sequence[Any]], bool]
 """Called with the name and the arguments of a kernel; True if it is left out."""
 
 
 @triton.jit
 def _wait_only(out_ptr, OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Wait for the previous kernel, and write one number per program."""
+    _await(OVERLAP)
     tl.store(out_ptr + tl.program_id(0), 0.0)
 
 
 class Launcher:
-    """Stands in for a kernel: launches it unless it is to be left out, or then another in its place."""
+    """Stands in for a kernel: launches it, or, if it is chosen, nothing or a kernel that only waits."""
 
     def __init__(self, name: str, kernel: Any, chosen: Chosen, instead: Tensor | None) -> None:
         self.name, self.kernel, self.chosen, self.instead = name, kernel, chosen, instead
@@ -82,41 +83,37 @@ def reads(shape: torch.Size) -> Chosen:
 @contextmanager
 def first_layer_everywhere(model: Folded) -> Iterator[None]:
     """Let all layers have the matrices of the first."""
-    layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-    before = [{name: getattr(layer, name) for name in MATRICES[:4]} for layer in layers]
-    for layer in layers:
-        layer._parameters |= before[0]
+    before = [(layer, name, getattr(layer, name)) for layer in model.layers for name in MATRICES]
+    for layer, name, _ in before:
+        setattr(layer, name, getattr(model.layers[0], name))
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer._parameters |= own
+        for layer, name, own in before:
+            setattr(layer, name, own)
 
 
 def step_ms(model: Folded, rows: int) -> float:
-    """The time of a step with greedy sampling, the median of some turns."""
-    engine = Engine(model, rows, SLOTS, 2, GREEDY, "kernels")
+    """Milliseconds of a step with greedy sampling, the median over turns."""
+    engine = Engine(model, rows, SLOTS, REPLAYS, GREEDY, "kernels")
     engine.start([[1] * PROMPT] * rows, seed=0)
     engine.advance()
     (graph,) = engine.graphs.values()
-    times = []
+    seconds: list[float] = []
     for _ in range(TURNS + 1):  # the first warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         engine.positions.fill_(PROMPT + 2)
-        start.record()
-        for _ in range(REPLAYS):
-            engine.count.zero_()  # the place of the new token in the output
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / REPLAYS)
-    return median(times[1:])
+        engine.count.zero_()
+        with timed(model.device, seconds, REPLAYS):
+            for _ in range(REPLAYS):
+                graph.replay()
+    return 1e3 * median(seconds[1:])
 
 
 def profile(model: Folded, rows: int) -> Table:
     """A row for each way of computing a step."""
-    layer = model.layers[0]
-    shapes = {name: getattr(model if name == "W_h" else layer, name).shape for name in MATRICES}
+    shapes = {name: getattr(model.layers[0], name).shape for name in MATRICES}
+    if rows <= tuning.DECODE_ROWS:  # with more, the head is PyTorch's product
+        shapes["W_h"] = model.W_h.shape
     ways: dict[str, Any] = {f"without {name}": left_out(reads(shape)) for name, shape in shapes.items()}
     for kernel in ("_attend", "_advance"):
         ways[f"without {kernel}"] = left_out(lambda name, args, kernel=kernel: name == kernel)

@@ -20,6 +20,7 @@ from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.evaluation.requests import Origin, Requests
+from angpt.present.words import bracketed
 from angpt.serialization import read_toml
 from angpt.stats import Interval
 from angpt.studies.jobs import ended
@@ -41,6 +42,7 @@ from experiments.evidence.protocol import (
 )
 from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
 from experiments.evidence.results import Results
+from experiments.evidence.sweeps import fitted
 
 PROTOCOL = (EVIDENCE.parent / "evidence.md").read_text(encoding="utf-8")
 
@@ -484,3 +486,12 @@ def test_the_expected_best_of_several_trials():
     for n in range(1, 6):
         every = [min(chosen) for chosen in itertools.combinations(values, n)]
         assert tables.expected_best(values, n) == pytest.approx(np.mean(every))
+
+
+def test_rules_state_the_intervals_of_the_fitted_exponents():
+    text = (EVIDENCE.parents[1] / "angpt" / "training" / "rules.toml").read_text(encoding="utf-8")
+    laws = [law for trend in fitted().trends for law in (trend.lr, trend.batch_tokens) if law is not None]
+    assert len(laws) == 4
+    for law in laws:
+        for name, exponent in law.law.exponents.items():
+            assert "[" + bracketed(exponent, ".2f").partition("[")[2] in text, name

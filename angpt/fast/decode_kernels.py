@@ -272,7 +272,7 @@ def _down(
     w_ptr, scale_ptr, y_ptr, x_ptr, n, width,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """x = W · y. Programs that share rows of W follow each other: the head does not fit into the cache."""
+    """x = W · y. Programs with the same rows of W are neighbours: with several y, the cache serves all but one."""
     row = tl.program_id(0)
     rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (rows < n)[:, None] & (cols < width)[None, :]
@@ -302,6 +302,9 @@ def attend_warps(d_head: int) -> int:
 class Steps:
     """The kernels of one model, called layer by layer."""
 
+    update_warps = 4
+    """Warps of `_advance`; the default of Triton."""
+
     def __init__(self, model: Folded) -> None:
         cfg, design = model.cfg, model.design
         self.d, self.heads = cfg.d_model, cfg.n_heads
@@ -317,7 +320,7 @@ class Steps:
         self.half, self.rotary_base = cfg.rotary_dim // 2, cfg.rotary_base
         self.head = {"D_HEAD": cfg.d_head, "HALF": self.half, "EPS": EPS}
         self.qk_norm = design.qk != "plain"
-        self.warps, self.update_warps = warps(self.padded), 4
+        self.warps = warps(self.padded)
         overlap = overlaps(model.device)
         self.launch = {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
         self.scaled = {"SCALED": model.weights != "full"}
@@ -362,7 +365,7 @@ class Steps:
         return self.head | {"QK_NORM": self.qk_norm, "GAINS": 0 if layer.gain is None else layer.gain.numel()}
 
     def split(self, shown: int, splits: int) -> dict[str, Any]:
-        """The constants of `_attend` if the slots are split."""
+        """The constants and warps of `_attend` if the slots are split."""
         constants = {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER}
         return constants | {"num_warps": attend_warps(self.d // self.heads)} | self.launch
 

@@ -108,9 +108,11 @@ def parts_of(n: int, k: int, rows: int) -> int:
 class ManySteps(Steps):
     """The kernels of one model for many rows, called layer by layer."""
 
+    update_warps = tuning.DECODE_ADVANCE_WARPS
+
     def __init__(self, model: Folded, batch: int) -> None:
         super().__init__(model)
-        self.batch, self.dtype, self.update_warps = batch, model.dtype, tuning.DECODE_ADVANCE_WARPS
+        self.batch, self.dtype = batch, model.dtype
 
     def product(self, x: Tensor, weight: Tensor, scale: Any, swiglu: bool = False, whole: bool = False) -> Tensor:
         """The product of a matrix with the input x of its block, in parts (parts, B, n) unless `whole` or `swiglu`."""
