@@ -21,7 +21,7 @@ from torch import Tensor
 from angpt.bench.measure import timed
 from angpt.config import ModelConfig
 from angpt.fast import decode_kernels, rows_kernels, tuning
-from angpt.fast.decode_kernels import _await
+from angpt.fast.attention_kernels import _await
 from angpt.inference.engine import Engine
 from angpt.inference.fold import fold
 from angpt.inference.sampling import GREEDY
@@ -29,7 +29,7 @@ from angpt.models.folded import Folded
 from angpt.models.variants import build
 from angpt.present.tables import Table
 
-KERNELS = ("_read", "_attend", "_project", "_down", "_product", "_combine", "_advance")
+KERNELS = ("_read", "_attend", "_attend_whole", "_project", "_down", "_product", "_combine", "_advance")
 MATRICES = ("W_qkv", "W_p", "W_uz", "W_d")
 PROMPT, SLOTS, REPLAYS, TURNS = 128, 256, 100, 5
 """Tokens of the prompt, slots of the cache, steps that are timed together, and the number of such turns."""
@@ -116,7 +116,7 @@ def profile(model: Folded, rows: int) -> Table:
         shapes["W_h"] = model.W_h.shape
     ways: dict[str, Any] = {f"without {name}": left_out(reads(shape)) for name, shape in shapes.items()}
     for kernel in ("_attend", "_advance"):
-        ways[f"without {kernel}"] = left_out(lambda name, args, kernel=kernel: name == kernel)
+        ways[f"without {kernel}"] = left_out(lambda name, args, kernel=kernel: name.startswith(kernel))
     ways["weights of one layer"] = first_layer_everywhere(model)
     buffer = torch.empty(1 << 20, device=model.device)
     ways["kernels that only wait"] = left_out(lambda name, args: True, buffer)

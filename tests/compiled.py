@@ -195,31 +195,33 @@ def many_rows() -> dict[str, dict]:
     fixed = dict.fromkeys(("scale_ptr", "y_ptr"), FP32) | {"x_ptr": BF16, "n": "i32", "k": "i32", "batch": "i32"}
     found = {}
     for batch, kind in ((16, BF16), (32, BF16), (64, BF16), (128, BF16), (32, "*fp8e4nv"), (32, "*i8")):
-        rows, cols, warps, stages = tuning.DECODE_TILES[batch]
         line = k.LINE_BYTES // (2 if kind == BF16 else 1)
-        for name, swiglu, depth in (("qkv", False, 512), ("uz", True, 1024)):
+        for name, swiglu, depth in (("qkv", False, 512), ("p", False, 256), ("uz", True, 1024)):
+            rows, cols, warps, stages = (tuning.DECODE_SWIGLU_TILES if swiglu else tuning.DECODE_TILES)[batch]
+            held = depth == cols or (swiglu and batch <= tuning.DECODE_HELD_ROWS)
             found[f"product {name}, {batch} rows" + ("" if kind == BF16 else f", {kind[1:]}")] = build(
                 k._product, fixed | {"w_ptr": kind}, warps, stages,
-                SCALED=kind != BF16, SWIGLU=swiglu, DEPTH=depth, LINE=line, LINES=depth // line, BATCH=batch,
-                ROWS=rows // 2 if swiglu else rows, COLS=cols, OVERLAP=True,
+                SCALED=kind != BF16, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line, LINES=depth // line,
+                BATCH=batch, ROWS=rows, COLS=cols, OVERLAP=True,
             )  # fmt: skip
     return found
 
 
 def between_products() -> dict[str, dict]:
     """Attention, residual updates and heads of the 0.5B model, as they lie between products."""
+    from angpt.fast import attention_kernels as attention
     from angpt.fast import decode_kernels as few
     from angpt.fast import prompt_kernels as prompts
     from angpt.fast import rows_kernels as many
     from angpt.fast import tuning
 
     head = {"QK_NORM": True, "GAINS": 1, "EPS": 1e-20, "HALF": 16, "D_HEAD": 64}
-    slots = {"PER_SPLIT": 512, "TILE": few.TILE, "NEVER": few.NEVER, "OVERLAP": True}
+    slots = {"NEVER": attention.NEVER, "OVERLAP": True}
     angles = dict.fromkeys(("cos_ptr", "sin_ptr", "gain_ptr"), FP32)
     cache = {"k_ptr": BF16, "v_ptr": BF16, "stride_row": "i32", "stride_head": "i32", "heads": "i32"}
-    attention = angles | cache | {"qkv_ptr": FP32, "positions_ptr": I64, "capacity": "i32", "shown": "i32"}
-    attention |= {"top_ptr": FP32, "sum_ptr": FP32}
-    whole = attention | {"acc_ptr": BF16}
+    whole = angles | cache | {"qkv_ptr": FP32, "positions_ptr": I64, "capacity": "i32", "shown": "i32", "out_ptr": BF16}
+    split = {name: kind for name, kind in whole.items() if name != "out_ptr"}
+    split |= dict.fromkeys(("acc_ptr", "top_ptr", "sum_ptr"), FP32)
     update = dict.fromkeys(("h_ptr", "x_ptr", "keep_ptr", "add_ptr", "out_ptr"), FP32) | {"d": "i32", "stride": "i32"}
     rows, warps = update | {"y_ptr": BF16}, tuning.DECODE_ADVANCE_WARPS
     seen = {"LERP": True, "OUTPUT_NORM": True, "UPDATE_NORM": False, "INPUT_NORM": False, "EPS": 1e-20, "D": 1024}
@@ -227,15 +229,16 @@ def between_products() -> dict[str, dict]:
     packed = angles | cache | {"qkv_ptr": BF16, "q_ptr": BF16, "length": "i32"}
     return {
         "attend, split": build(
-            few._attend, attention | {"acc_ptr": FP32}, few.attend_warps(64), PARTS=1, WHOLE=False, **head, **slots
+            attention._attend, split, tuning.DECODE_ATTEND_WARPS, PARTS=1, PER_SPLIT=512, TILE=few.TILE, **head, **slots
         ),
         **{
-            f"attend, whole, {d}": build(
-                few._attend, whole, few.attend_warps(d), PARTS=2, WHOLE=True, **head | {"D_HEAD": d}, **slots
+            f"attend, {name}, {d}": build(
+                attention._attend_whole, whole, PARTS=2, **head | {"D_HEAD": d}, **slots, **many.pipeline(shown, d)
             )
+            for name, shown in (("short", tuning.DECODE_SHORT), ("long", 2 * tuning.DECODE_SHORT))
             for d in (64, 128, 256)
         },
-        "combine": build(many._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
+        "combine": build(attention._combine, sums, 4, HEADS=16, D_HEAD=64, SPLITS=2, OVERLAP=True),
         "advance, rows": build(few._advance, rows, warps, UPDATE=True, PARTS=8, OVERLAP=True, **seen),
         "advance, prompts": build(
             few._advance, update | {"x_ptr": BF16, "y_ptr": BF16}, 4, UPDATE=True, PARTS=1, OVERLAP=False, **seen

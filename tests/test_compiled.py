@@ -18,7 +18,7 @@ NARROW = {
     **dict.fromkeys(("project, 1024", "project, 2048"), 64),  # of each head, as many splits as there can be
     **{f"project, 1024, {kind}": 68 for kind in ("fp8e4nv", "i8")},  # and the scales of eight rows
     "attend, split": 8,  # the partners of rotated dimensions, angles
-    **{f"attend, whole, {d}": 13 for d in (64, 128, 256)},
+    **{f"attend, {length}, {d}": 13 for length in ("short", "long") for d in (64, 128, 256)},
     "combine": 8,  # numbers of each head
     **{f"read {name}, 1024, {kind}": 8 for name in ("qkv", "uz") for kind in ("fp8e4nv", "i8")},
 }

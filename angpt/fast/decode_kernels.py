@@ -32,21 +32,12 @@ import triton.language as tl
 from torch import Tensor
 
 from angpt.fast import tuning
+from angpt.fast.attention_kernels import NEVER, _attend, _await, _combined, _rotation, _summed
 from angpt.models.folded import Cache, Folded, Layer
 from angpt.models.primitives import EPS
 
 READ_ROWS, DOWN_ROWS = tuning.DECODE_READ_ROWS, tuning.DECODE_DOWN_ROWS
 TILE, MAX_SPLITS = tuning.DECODE_TILE, tuning.DECODE_SPLITS
-NEVER = -1e30
-"""Score of a masked slot: below all others, with finite differences."""
-
-
-@triton.jit
-def _await(OVERLAP: tl.constexpr):
-    """Let the next kernel start, and wait until the previous one has ended."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
@@ -55,15 +46,6 @@ def _row_scales(y, scale_ptr, rows, n, SCALED: tl.constexpr):
     if SCALED:
         y = y * tl.load(scale_ptr + rows, rows < n, 0.0)
     return y
-
-
-@triton.jit
-def _summed(ptr, inside, stride, PARTS: tl.constexpr):
-    """The sum of values whose parts are `stride` apart, in fp32."""
-    x = tl.load(ptr, inside, 0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        x += tl.load(ptr + part * stride, inside, 0.0)
-    return x
 
 
 @triton.jit
@@ -141,116 +123,6 @@ def _advance(
 
 
 @triton.jit
-def _rotation(positions_ptr, cos_ptr, sin_ptr, STEP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Cosines and sines of the rotary angles of one position, position · 2^(pair · STEP), computed in float64."""
-    row, pair = tl.program_id(0), tl.arange(0, PAIRS)
-    frequency = tl.exp2(pair.to(tl.float64) * tl.full((PAIRS,), STEP, tl.float64))
-    angle = tl.load(positions_ptr + row).to(tl.float64) * frequency
-    tl.store(cos_ptr + row * HALF + pair, tl.cos(angle).to(tl.float32), pair < HALF)
-    tl.store(sin_ptr + row * HALF + pair, tl.sin(angle).to(tl.float32), pair < HALF)
-
-
-@triton.jit
-def _rotated(
-    ptr, dims, partner, cos, sin, stride,
-    PARTS: tl.constexpr, QK_NORM: tl.constexpr, EPS: tl.constexpr, D_HEAD: tl.constexpr,
-):  # fmt: skip
-    """A head of q or k, rotated and normed."""
-    inside = dims < D_HEAD
-    x = _summed(ptr + dims, inside, stride, PARTS) * cos + _summed(ptr + partner, inside, stride, PARTS) * sin
-    if QK_NORM:
-        x = x * tl.rsqrt((tl.sum(x * x, axis=0) + EPS) / D_HEAD)
-    return x
-
-
-@triton.jit
-def _slots(k_ptr, v_ptr, first, last, slot, dims, D_HEAD: tl.constexpr, TILE: tl.constexpr):
-    """Keys and values of a tile of slots; zero from `last` on and for `slot`, which is being written."""
-    slots = first + tl.arange(0, TILE)
-    at, seen = slots[:, None] * D_HEAD + dims[None, :], ((slots < last) & (slots != slot))[:, None]
-    return tl.load(k_ptr + at, seen, 0.0), tl.load(v_ptr + at, seen, 0.0)
-
-
-@triton.jit
-def _attend(
-    qkv_ptr, cos_ptr, sin_ptr, gain_ptr, positions_ptr, k_ptr, v_ptr, acc_ptr, top_ptr, sum_ptr,
-    heads, capacity, shown, stride_row, stride_head,
-    PARTS: tl.constexpr, WHOLE: tl.constexpr, PER_SPLIT: tl.constexpr, QK_NORM: tl.constexpr, GAINS: tl.constexpr,
-    EPS: tl.constexpr, HALF: tl.constexpr, D_HEAD: tl.constexpr, TILE: tl.constexpr, NEVER: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Attention of one head of one row to a split of the slots. All splits skip the slot of the new token, which
-    another program may be writing; the first split takes the token from registers. WHOLE: there is only one split, and
-    acc becomes the output. q, k and v are sums of PARTS."""
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits, d = tl.num_programs(1), heads * D_HEAD
-    dims = tl.arange(0, D_HEAD)
-    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
-    angle, rotated = row * HALF + tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
-    cos = tl.load(cos_ptr + angle, rotated, 1.0)
-    sin = tl.load(sin_ptr + angle, rotated, 0.0) * tl.where(dims < HALF, -1.0, 1.0)
-    position = tl.load(positions_ptr + row).to(tl.int32)
-    slot = position % capacity
-    cache = row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
-    first = split * PER_SPLIT
-    last = tl.minimum(tl.minimum(first + PER_SPLIT, position), shown)
-    keys, values = _slots(k_ptr + cache, v_ptr + cache, first, last, slot, dims, D_HEAD, TILE)
-    _await(OVERLAP)
-    start, stride = qkv_ptr + row * 3 * d + head * D_HEAD, tl.num_programs(2) * 3 * d
-    q = _rotated(start, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD)
-    k = _rotated(start + d, dims, partner, cos, sin, stride, PARTS, QK_NORM, EPS, D_HEAD).to(k_ptr.dtype.element_ty)
-    v = _summed(start + 2 * d + dims, dims < D_HEAD, stride, PARTS).to(v_ptr.dtype.element_ty)
-    if GAINS == 1:
-        q = q * tl.load(gain_ptr)
-    elif GAINS > 1:
-        q = q * tl.load(gain_ptr + head * D_HEAD + dims)
-
-    if split == 0:
-        tl.store(k_ptr + cache + slot * D_HEAD + dims, k)
-        tl.store(v_ptr + cache + slot * D_HEAD + dims, v)
-    score = tl.sum(q * k.to(tl.float32), axis=0)
-    total = (split == 0).to(tl.float32)
-    top = score * total + NEVER * (1 - total)
-    acc = v.to(tl.float32) * total
-    for tile in range(first, last, TILE):
-        slots = tile + tl.arange(0, TILE)
-        seen = (slots < last) & (slots != slot)
-        scores = tl.where(seen, tl.sum(keys.to(tl.float32) * q[None, :], axis=1), NEVER)
-        higher = tl.maximum(top, tl.max(scores, axis=0))
-        weights = tl.where(seen, tl.exp(scores - higher), 0.0)
-        shrink = tl.exp(top - higher)
-        acc = acc * shrink + tl.sum(values.to(tl.float32) * weights[:, None], axis=0)
-        total = total * shrink + tl.sum(weights, axis=0)
-        top = higher
-        keys, values = _slots(k_ptr + cache, v_ptr + cache, tile + TILE, last, slot, dims, D_HEAD, TILE)
-    part = row * splits + split
-    if WHOLE:
-        tl.store(acc_ptr + part * d + head * D_HEAD + dims, (acc / total).to(acc_ptr.dtype.element_ty))
-    else:
-        tl.store(acc_ptr + part * d + head * D_HEAD + dims, acc)
-        tl.store(top_ptr + part * heads + head, top)
-        tl.store(sum_ptr + part * heads + head, total)
-
-
-@triton.jit
-def _combined(
-    acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """Attention of a row, combined over the splits by their sums of exponentials."""
-    head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
-    at, known, part = head[:, None] * D_HEAD + dims[None, :], head < heads, row * SPLITS
-    top = tl.load(top_ptr + part * heads + head, known, 0.0)
-    for split in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, tl.load(top_ptr + (part + split) * heads + head, known, 0.0))
-    out, total = tl.zeros((HEADS, D_HEAD), tl.float32), tl.zeros((HEADS,), tl.float32)
-    for split in tl.static_range(0, SPLITS):
-        weight = tl.exp(tl.load(top_ptr + (part + split) * heads + head, known, 0.0) - top)
-        out += weight[:, None] * tl.load(acc_ptr + (part + split) * d + at, known[:, None], 0.0)
-        total += weight * tl.load(sum_ptr + (part + split) * heads + head, known, 1.0)
-    return tl.reshape(out / total[:, None], (HEADS * D_HEAD,))
-
-
-@triton.jit
 def _project(
     w_ptr, scale_ptr, acc_ptr, top_ptr, sum_ptr, x_ptr, n, d, heads,
     SCALED: tl.constexpr, HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
@@ -294,9 +166,9 @@ def warps(width: int) -> int:
     return min(16, max(4, width // 256))
 
 
-def attend_warps(d_head: int) -> int:
-    """Number of warps of `_attend`, so that a tile of keys and one of values fit into the registers."""
-    return tuning.DECODE_ATTEND_WARPS * max(1, d_head // 64)
+def by_head(warps: int, d_head: int) -> int:
+    """Number of warps of attention, given that for heads of 64 dimensions: larger heads need more registers."""
+    return warps * max(1, d_head // 64)
 
 
 class Steps:
@@ -346,28 +218,35 @@ class Steps:
         )  # fmt: skip
         return y, out
 
-    def attend(self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int) -> Any:
-        """Attention to each split of the slots, with the maximum and the sum of its exponentials."""
-        batch, shown = len(qkv), cache.keys.shape[2]
-        splits = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE)))
-        acc = torch.empty(batch, splits, self.d, device=qkv.device)
-        top, total = (torch.empty(batch, splits, self.heads, device=qkv.device) for _ in range(2))
+    def splits(self, shown: int, most: int) -> int:
+        """Number of splits of the slots of a head, a power of two."""
+        return 1 << max(0, min(most, MAX_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE))).bit_length() - 1)
+
+    def heads_and_slots(
+        self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
+    ) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+        """What all kernels of attention are called with: tensors, sizes and constants; q, k and v are in parts."""
         gain = qkv if layer.gain is None else layer.gain
+        shown, strides = cache.keys.shape[2], cache.keys.stride()[:2]
+        constants = self.qk(layer) | {"PARTS": len(qkv), "NEVER": NEVER} | self.launch
+        return (qkv, *angles, gain, positions, *cache), (self.heads, capacity, shown, *strides), constants
+
+    def attend(self, called: Any, splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention to each split of the slots, with the maximum and the sum of its exponentials, given what
+        `heads_and_slots` returns."""
+        tensors, sizes, constants = called
+        batch, shown, device = len(tensors[-1]), sizes[2], tensors[-1].device
+        acc = torch.empty(batch, splits, self.d, device=device)
+        top, total = (torch.empty(batch, splits, self.heads, device=device) for _ in range(2))
         _attend[self.heads, splits, batch](
-            qkv, *angles, gain, positions, cache.keys, cache.values, acc, top, total, self.heads, capacity, shown,
-            cache.keys.stride(0), cache.keys.stride(1), PARTS=1, WHOLE=False, **self.qk(layer),
-            **self.split(shown, splits),
+            *tensors, acc, top, total, *sizes, PER_SPLIT=triton.cdiv(shown, splits), TILE=TILE,
+            num_warps=by_head(tuning.DECODE_ATTEND_WARPS, self.d // self.heads), **constants,
         )  # fmt: skip
         return acc, top, total
 
     def qk(self, layer: Layer) -> dict[str, Any]:
         """What becomes of q and k, as constants of kernels."""
         return self.head | {"QK_NORM": self.qk_norm, "GAINS": 0 if layer.gain is None else layer.gain.numel()}
-
-    def split(self, shown: int, splits: int) -> dict[str, Any]:
-        """The constants and warps of `_attend` if the slots are split."""
-        constants = {"PER_SPLIT": triton.cdiv(shown, splits), "TILE": TILE, "NEVER": NEVER}
-        return constants | {"num_warps": attend_warps(self.d // self.heads)} | self.launch
 
     def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
         batch, splits, _ = parts[0].shape
@@ -411,7 +290,8 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
             qkv, h = steps.read(layer.W_qkv, layer.W_qkv_scale, h, pending, swiglu=False)
-            parts = steps.attend(qkv, layer, cache, angles, positions, capacity)
+            called = steps.heads_and_slots(qkv[None], layer, cache, angles, positions, capacity)
+            parts = steps.attend(called, steps.splits(cache.keys.shape[2], MAX_SPLITS))
             update_a = steps.project(layer.W_p, layer.W_p_scale, parts), layer.keep_a, layer.add_a
             y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
             pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m

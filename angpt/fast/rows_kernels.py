@@ -8,15 +8,16 @@ so that a product has enough programs to use the whole bandwidth.
 | kernel | reads | computes |
 |---|---|---|
 | `_product` | W_qkv | q, k, v, in parts |
-| `_attend` | keys, values | their sum, rotation and norm of q and k, the new slot of the cache, attention |
+| `_attend_whole` | keys, values | their sum, rotation and norm of q and k, the new slot of the cache, attention |
 | `_product` | W_p | the output map, in parts |
 | `_advance` | | their sum, the residual update, the input of the MLP |
 | `_product` | W_uz | u · SiLU(z) |
 | `_product` | W_d | the MLP's output, in parts |
 | `_advance` | | their sum, the residual update, the input of the next layer or of the head |
 
-If there are so few rows that attention is split over the slots, too, `_combine` puts its parts together. Kernels
-overlap as in decode_kernels.py: before a product waits for its input, it has the L2 cache load its part of the matrix.
+If there are so few rows that attention is split over the slots, too, it is `_attend`, and `_combine` puts its parts
+together. Kernels overlap as in decode_kernels.py: before a product waits for its input, it loads the first columns of
+its part of the matrix to registers (HELD), and has the L2 cache load the rest.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from angpt.fast import tuning
-from angpt.fast.decode_kernels import MAX_SPLITS, TILE, Steps, _attend, _await, _combined, _row_scales
+from angpt.fast.attention_kernels import _attend_whole, _await, _combine
+from angpt.fast.decode_kernels import Steps, _row_scales, by_head
 from angpt.models.folded import Cache, Folded, Layer
 
 LINE_BYTES = 128
@@ -50,48 +52,46 @@ def _load_to_cache(w_ptr, rows, first, n, k, DEPTH: tl.constexpr, LINE: tl.const
 @triton.jit
 def _product(
     x_ptr, w_ptr, scale_ptr, y_ptr, batch, n, k,
-    SCALED: tl.constexpr, SWIGLU: tl.constexpr, DEPTH: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
-    BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALED: tl.constexpr, SWIGLU: tl.constexpr, HELD: tl.constexpr, DEPTH: tl.constexpr, LINE: tl.constexpr,
+    LINES: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """y[part] = x Wᵀ over DEPTH columns; with SWIGLU, W has 2 n rows, and y = u · SiLU(z)."""
     part = tl.program_id(1)
     members = tl.program_id(2) * BATCH + tl.arange(0, BATCH)
     rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), part * DEPTH + tl.arange(0, COLS)
-    if OVERLAP:
+    x_at = x_ptr + members[:, None] * k + cols[None, :]
+    w_at = w_ptr + rows.to(tl.int64)[None, :] * k + cols[:, None]
+    z_at = w_at + n.to(tl.int64) * k
+    known, wanted = (members < batch)[:, None], (rows < n)[None, :]
+    inside = wanted & (cols < k)[:, None]
+    if HELD:
+        w = tl.load(w_at, inside, 0.0)
+        if SWIGLU:
+            w_z = tl.load(z_at, inside, 0.0)
+    if OVERLAP and DEPTH > HELD * COLS:
         _load_to_cache(w_ptr, rows, part * DEPTH, n, k, DEPTH, LINE, LINES)
         if SWIGLU:
             _load_to_cache(w_ptr + n.to(tl.int64) * k, rows, part * DEPTH, n, k, DEPTH, LINE, LINES)
     _await(OVERLAP)
-    x_at = x_ptr + members[:, None] * k + cols[None, :]
-    w_at = w_ptr + rows.to(tl.int64)[None, :] * k + cols[:, None]
-    known, wanted = (members < batch)[:, None], (rows < n)[None, :]
     y = tl.zeros((BATCH, ROWS), tl.float32)
     z = tl.zeros((BATCH, ROWS), tl.float32)
-    for start in range(0, DEPTH, COLS):
+    if HELD:
+        x = tl.load(x_at, known & (cols < k)[None, :], 0.0)
+        y = tl.dot(x, w.to(x.dtype), y)
+        if SWIGLU:
+            z = tl.dot(x, w_z.to(x.dtype), z)
+    for start in range(HELD * COLS, DEPTH, COLS):
         x = tl.load(x_at + start, known & (cols + start < k)[None, :], 0.0)
         inside = wanted & (cols + start < k)[:, None]
         y = tl.dot(x, tl.load(w_at + start, inside, 0.0).to(x.dtype), y)
         if SWIGLU:
-            w_z = tl.load(w_at + n.to(tl.int64) * k + start, inside, 0.0)
-            z = tl.dot(x, w_z.to(x.dtype), z)
+            z = tl.dot(x, tl.load(z_at + start, inside, 0.0).to(x.dtype), z)
     y = _row_scales(y, scale_ptr, rows, n, SCALED)
     if SWIGLU:
         z = _row_scales(z, scale_ptr, n + rows, 2 * n, SCALED)
         y = y * z * tl.sigmoid(z)
     at = (part * batch + members)[:, None].to(tl.int64) * n + rows[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), known & wanted)
-
-
-@triton.jit
-def _combine(
-    acc_ptr, top_ptr, sum_ptr, out_ptr, d, heads,
-    HEADS: tl.constexpr, D_HEAD: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Attention of a row, from its splits."""
-    row, cols = tl.program_id(0), tl.arange(0, HEADS * D_HEAD)
-    _await(OVERLAP)
-    out = _combined(acc_ptr, top_ptr, sum_ptr, row, d, heads, HEADS, D_HEAD, SPLITS)
-    tl.store(out_ptr + row * d + cols, out.to(out_ptr.dtype.element_ty), cols < d)
 
 
 def tile_rows(batch: int) -> int:
@@ -103,6 +103,13 @@ def parts_of(n: int, k: int, rows: int) -> int:
     """Number of parts into which the columns of an (n, k) matrix are divided, if programs have this many rows of it."""
     wanted = min(tuning.DECODE_PROGRAMS // triton.cdiv(n, rows), k // tuning.DECODE_LEAST_DEPTH)
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def pipeline(shown: int, d_head: int) -> dict[str, int]:
+    """Slots in a tile, pipeline depth and warps of `_attend_whole`. Tiles of larger heads have fewer slots, because
+    shared memory holds several of them."""
+    tile, warps, stages = tuning.DECODE_WHOLE_SHORT if shown <= tuning.DECODE_SHORT else tuning.DECODE_WHOLE
+    return {"TILE": max(16, tile // max(1, d_head // 64)), "STAGES": stages, "num_warps": by_head(warps, d_head)}
 
 
 class ManySteps(Steps):
@@ -118,13 +125,13 @@ class ManySteps(Steps):
         """The product of a matrix with the input x of its block, in parts (parts, B, n) unless `whole` or `swiglu`."""
         n, k = weight.shape[0] // 2 if swiglu else weight.shape[0], weight.shape[1]
         tile = tile_rows(self.batch)
-        rows, cols, warps, stages = tuning.DECODE_TILES[tile]
-        rows //= 2 if swiglu else 1
+        rows, cols, warps, stages = (tuning.DECODE_SWIGLU_TILES if swiglu else tuning.DECODE_TILES)[tile]
         parts = 1 if swiglu or whole else parts_of(n, k, rows)
         y = torch.empty(parts, self.batch, n, dtype=self.dtype if swiglu else torch.float32, device=x.device)
         depth, line = triton.cdiv(triton.cdiv(k, parts), cols) * cols, LINE_BYTES // weight.element_size()
+        held = depth == cols or (swiglu and tile <= tuning.DECODE_HELD_ROWS)
         _product[triton.cdiv(n, rows), parts, triton.cdiv(self.batch, tile)](
-            x, weight, scale, y, self.batch, n, k, SWIGLU=swiglu, DEPTH=depth, LINE=line,
+            x, weight, scale, y, self.batch, n, k, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line,
             LINES=triton.next_power_of_2(triton.cdiv(depth, line)), BATCH=tile, ROWS=rows, COLS=cols,
             num_warps=warps, num_stages=stages, **self.scaled, **self.launch,
         )  # fmt: skip
@@ -134,24 +141,20 @@ class ManySteps(Steps):
         self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
     ) -> Tensor:
         """Attention of all rows to their slots, given q, k and v in parts."""
-        shown, programs = cache.keys.shape[2], self.heads * self.batch
-        splits = min(triton.next_power_of_2(triton.cdiv(shown, TILE)), tuning.DECODE_PROGRAMS // programs, MAX_SPLITS)
-        splits = 1 << max(0, splits.bit_length() - 1)
+        called = self.heads_and_slots(qkv, layer, cache, angles, positions, capacity)
+        shown = cache.keys.shape[2]
+        splits = self.splits(shown, tuning.DECODE_PROGRAMS // (self.heads * self.batch))
         out = torch.empty(self.batch, self.d, dtype=self.dtype, device=qkv.device)
-        acc, top, total = out, qkv, qkv
-        if splits > 1:
-            acc = torch.empty(self.batch, splits, self.d, device=qkv.device)
-            top, total = (torch.empty(self.batch, splits, self.heads, device=qkv.device) for _ in range(2))
-        _attend[self.heads, splits, self.batch](
-            qkv, *angles, qkv if layer.gain is None else layer.gain, positions, cache.keys, cache.values, acc, top,
-            total, self.heads, capacity, shown, cache.keys.stride(0), cache.keys.stride(1), PARTS=len(qkv),
-            WHOLE=splits == 1, **self.qk(layer), **self.split(shown, splits),
-        )  # fmt: skip
         if splits > 1:
             _combine[(self.batch,)](
-                acc, top, total, out, self.d, self.heads, HEADS=triton.next_power_of_2(self.heads),
+                *self.attend(called, splits), out, self.d, self.heads, HEADS=triton.next_power_of_2(self.heads),
                 D_HEAD=self.head["D_HEAD"], SPLITS=splits, **self.launch,
             )  # fmt: skip
+            return out
+        tensors, sizes, constants = called
+        _attend_whole[self.heads, 1, self.batch](
+            *tensors, out, *sizes, **pipeline(shown, self.d // self.heads), **constants
+        )
         return out
 
 

@@ -60,8 +60,11 @@ DECODE_READ_ROWS, DECODE_DOWN_ROWS = 8, 4
 DECODE_TILE, DECODE_SPLITS = 64, 16
 """Decode: slots of the cache in registers at once, and the largest number of splits of the slots of a head."""
 DECODE_ATTEND_WARPS = 2
-"""Decode: warps that share the slots of a head of 64 dimensions (measured for anGPT, 130 to 230 slots, 1 and 32 rows);
-in proportion for larger heads (not measured)."""
+"""Decode: warps that share the slots of a head of 64 dimensions where slots are split (measured for anGPT, 130 to 230
+slots, one row); in proportion for larger heads (not measured)."""
+DECODE_SHORT, DECODE_WHOLE_SHORT, DECODE_WHOLE = 256, (32, 1, 5), (64, 2, 4)
+"""Decode with many rows, attention to up to this many slots, and to more: slots in a tile, warps (of a head of 64
+dimensions), software pipeline depth."""
 DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS
@@ -71,8 +74,12 @@ DECODE_LEAST_DEPTH = 256
 DECODE_ADVANCE_WARPS = 8
 """Decode with many rows: warps of a residual update."""
 DECODE_TILES = {16: (64, 128, 4, 4), 32: (32, 256, 4, 4), 64: (32, 64, 4, 4), 128: (32, 64, 8, 4)}
-"""Decode with many rows, by the rows of a tile (that of 64 rows is not measured): rows of the matrix, depth per
-iteration, warps, software pipeline depth."""
+DECODE_SWIGLU_TILES = {16: (16, 512, 4, 3), 32: (16, 256, 4, 4), 64: (16, 64, 4, 4), 128: (16, 64, 8, 4)}
+"""Decode with many rows, by the rows of a tile (that of 64 rows is not measured): rows of the matrix (with SwiGLU, of u
+and of z), depth per iteration, warps, software pipeline depth."""
+DECODE_HELD_ROWS = 16
+"""Decode: up to this many rows, the first columns of W_uz are loaded to registers before its input is there. Matrices
+with a single iteration are always loaded so."""
 
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not

@@ -12,12 +12,14 @@ from tests.triton_anywhere import ON_GPU, kernels_apply  # noqa: F401
 
 ROWS = [0, 70, 5, 33, 127]
 SMALL = {16: (32, 16, 4, 2), 32: (32, 16, 4, 2)}
+SMALL_SWIGLU = {rows: (16, *rest) for rows, (_, *rest) in SMALL.items()}
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that products of tiny models have several parts, tiles and iterations."""
     monkeypatch.setattr(tuning, "DECODE_TILES", SMALL)
+    monkeypatch.setattr(tuning, "DECODE_SWIGLU_TILES", SMALL_SWIGLU)
     monkeypatch.setattr(tuning, "DECODE_LEAST_DEPTH", 16)
 
 
@@ -33,18 +35,35 @@ def test_the_kernels_are_the_plain_step(name: str) -> None:
     compare(folded(name, d_model=32, n_layers=1 if "/" in name else 2, context=128), ROWS, 128, 128)
 
 
+@pytest.fixture(params=["splits", "short tiles", "long tiles"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in splits of the slots, or to all of them in tiles as for a few slots or for many."""
+    if request.param != "splits":
+        monkeypatch.setattr(tuning, "DECODE_PROGRAMS", 1)
+        monkeypatch.setattr(tuning, "DECODE_SHORT", 256 if request.param == "short tiles" else 0)
+
+
 @torch.no_grad()
-def test_without_parts_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "DECODE_PROGRAMS", 1)
-    compare(folded(d_model=32, context=128), ROWS, 128, 128)
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_attention_in_splits_and_in_tiles(name: str, attention: None) -> None:
+    compare(folded(name, d_model=32, n_layers=1, context=128), ROWS, 128, 128)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("rows", "capacity", "shown"), [([5, 63, 64, 2, 99], 256, 128), ([129, 400, 0, 1, 7], 130, 130)]
 )
-def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, shown: int) -> None:
+def test_slots_that_are_not_seen_do_not_count(rows: list[int], capacity: int, shown: int, attention: None) -> None:
     compare(folded(d_model=48, n_heads=3, d_ff=80, n_layers=1), rows, capacity, shown)
+
+
+@torch.no_grad()
+def test_columns_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All columns of a part in one iteration, and the first of several."""
+    monkeypatch.setattr(tuning, "DECODE_TILES", dict.fromkeys(SMALL, (32, 32, 4, 2)))
+    compare(folded(d_model=48, n_heads=3, d_ff=80, n_layers=1, context=128), ROWS, 128, 128)
+    monkeypatch.setattr(tuning, "DECODE_HELD_ROWS", 0)
+    compare(folded(d_model=48, n_heads=3, d_ff=80, n_layers=1, context=128), ROWS, 128, 128)
 
 
 @torch.no_grad()
@@ -66,7 +85,6 @@ MANY = [pytest.param(name, 200, marks=(pytest.mark.slow, pytest.mark.long)) for 
 def test_greedy_tokens_are_those_of_the_plain_step(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from angpt.fast import rows_kernels
 
-    monkeypatch.setattr(tuning, "DECODE_TILES", {16: (32, 16, 4, 2)})
     model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
     writes_the_plain_tokens(model, partial(rows_kernels.decode, model), count, rows=5)
 
