@@ -71,8 +71,10 @@ class PromptSteps(Steps):
         super().__init__(model)
         self.launch = {"OVERLAP": False}  # products and attention in between do not overlap
 
-    def attention(self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Causal attention of whole prompts (B, T, 3 d), whose keys and values fill the cache."""
+    def heads_of(
+        self, qkv: Tensor, layer: Layer, cache: Cache, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, T, H, d_h) of whole prompts (B, T, 3 d), and their keys and values, with which the cache is filled."""
         rows, length, _ = qkv.shape
         # On a GPU PyTorch gives the output of attention the layout of q: all heads of a token are adjacent, no copy.
         q = torch.empty(rows, length, self.heads, self.d // self.heads, dtype=qkv.dtype, device=qkv.device)
@@ -80,24 +82,34 @@ class PromptSteps(Steps):
             qkv, *angles, qkv if layer.gain is None else layer.gain, q, cache.keys, cache.values, self.heads, length,
             cache.keys.stride(0), cache.keys.stride(1), HEADS=triton.next_power_of_2(self.heads), **self.qk(layer),
         )  # fmt: skip
-        keys, values = cache.keys[:, :, :length], cache.values[:, :, :length]
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, scale=1.0)
-        return out.transpose(1, 2).flatten(2)
+        return q, cache.keys[:, :, :length], cache.values[:, :, :length]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """Attention of q (B, T, H, d_h) to the keys and values that are seen, or to those of earlier tokens; (B, T, d)."""
+    q, causal = q.transpose(1, 2), seen is None
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, is_causal=causal, scale=1.0)
+    return out.transpose(1, 2).flatten(2)
 
 
 def prefill(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cache]) -> Tensor:
-    """`Folded.prefill`, computed with the kernels."""
+    """`Folded.prefill`, computed with the kernels. Of the last layer only what follows the keys and values of the last
+    token of each prompt is computed: nothing else of it is read."""
     check_tokens(tokens, model.cfg.context)
     steps = PromptSteps(model)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
-        angles = steps.angles(torch.arange(tokens.shape[1], device=tokens.device))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        last, seen = (torch.arange(len(tokens), device=tokens.device), lengths - 1), None
+        angles = steps.angles(positions)
         h, x = steps.advance(model.embed(tokens), None, model.dtype)
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            out = steps.attention(product(x, layer.W_qkv, layer.W_qkv_scale), layer, cache, angles)
-            update_a = product(out, layer.W_p, layer.W_p_scale), layer.keep_a, layer.add_a
+            q, keys, values = steps.heads_of(product(x, layer.W_qkv, layer.W_qkv_scale), layer, cache, angles)
+            if layer is model.layers[-1]:
+                q, h, seen = q[last][:, None], h[last][:, None], (positions < lengths[:, None])[:, None, None]
+            update_a = product(attend(q, keys, values, seen), layer.W_p, layer.W_p_scale), layer.keep_a, layer.add_a
             h, x = steps.advance(h, update_a, model.dtype)
             y = swiglu(product(x, layer.W_uz, layer.W_uz_scale))
             update_m = product(y, layer.W_d, layer.W_d_scale), layer.keep_m, layer.add_m
             h, x = steps.advance(h, update_m, model.dtype)
-        return model.head(h[torch.arange(len(h), device=h.device), lengths - 1])
+        return model.head(h[:, 0])

@@ -85,6 +85,9 @@ MANY = [pytest.param(name, 200, marks=(pytest.mark.slow, pytest.mark.long)) for 
 def test_greedy_tokens_are_those_of_the_plain_step(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from angpt.fast import rows_kernels
 
+    monkeypatch.setattr(
+        tuning, "DECODE_PROGRAMS", 1
+    )  # attention that is not split; test_decode_kernels.py has the other
     model = folded(name, n_layers=1, n_heads=1, d_ff=16, context=256)
     writes_the_plain_tokens(model, partial(rows_kernels.decode, model), count, rows=5)
 
