@@ -4,14 +4,14 @@ from pathlib import Path
 
 from angpt.present.style import styled
 from angpt.present.tables import replace_marked
-from experiments.evidence import figures, paper, relatives, sweeps, tables
+from experiments.evidence import eight_bits, figures, paper, relatives, sweeps, tables
 from experiments.evidence.exhibits import exhibits
 from experiments.evidence.protocol import EVIDENCE
 from experiments.evidence.results import Results
 
 PAGES = (
     *(EVIDENCE / name for name in ("tuning.md", "report.md")),
-    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md")),
+    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md", "fp8.md")),
 )
 
 
@@ -56,6 +56,7 @@ def marked(results: Results) -> dict[str, str]:
         "rates": sweeps.rates(),
         "batches": sweeps.batches(),
         "batch-laws": sweeps.batch_laws(),
+        "fp8": eight_bits.table(results.root),
     }
     return {name: f"{table.markdown()}\n" for name, table in made.items()} | {
         "relatives": relatives.table(protocol.loss)

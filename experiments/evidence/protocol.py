@@ -332,8 +332,8 @@ class Protocol:
         return Item("sensitivity", f"{arm_name(arm)}-{name}", build, provisional=not self.tuned)
 
     def files(self) -> Iterator[Item]:
-        """Relatives of Muon, and the runs of study files beside this module."""
-        from experiments.evidence import relatives
+        """Relatives of Muon, the runs of study files beside this module, and losses in 8 bits."""
+        from experiments.evidence import eight_bits, relatives
 
         yield from relatives.items(self.loss)
         for stage, file in FILES:
@@ -343,6 +343,7 @@ class Protocol:
                 known = any(self.loss(other, job.folder.name) is not None for other in earlier)
                 if not known and (stage != "defaults" or _identity(job.config) not in self.identities):
                     yield Item(stage, job.folder.name, partial(getattr, job, "config"), provisional=waits)
+        yield from eight_bits.items()
 
     def sweep_loss(self, name: str) -> float | None:
         """The loss of a run of any sweep of learning rates."""

@@ -42,10 +42,12 @@ STAGES = {
     "batches": "batch sizes of small models",
     "defaults": "the defaults at 32M",
     "scaling": "7 other sizes",
+    "fp8": "losses in 8 bits",
 }
 """Stages in words; those with a number are the parts of docs/evidence.md."""
-ON_DEMAND = ("defaults", "scaling")
-"""Stages that run only if they are named: rules.toml must carry what the tuning found first."""
+ON_DEMAND = ("defaults", "scaling", "fp8")
+"""Stages that run only if they are named: rules.toml, whose defaults the first two have, must carry what the tuning
+found first, and losses in 8 bits are another question."""
 OVERHEAD_SECONDS = 6.0
 """Compiling, evaluation, and the start of a run; measured: 3 to 18."""
 ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
