@@ -8,7 +8,7 @@ import torch
 from angpt.fast import tuning
 from angpt.models.folded import Folded
 from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded, step_both_ways, writes_the_plain_tokens
-from tests.triton_anywhere import ON_GPU, kernels_apply  # noqa: F401
+from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
 
 ROWS = [0, 70, 5, 33, 127]
 SMALL = {16: (32, 16, 4, 2), 32: (32, 16, 4, 2)}
@@ -75,6 +75,20 @@ def test_more_rows_than_a_tile_has() -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_8_bit_weights_are_read_as_they_are(kind: str) -> None:
     compare(eight_bits(folded(d_model=32, d_ff=80, context=128), kind), ROWS, 128, 128)
+
+
+@torch.no_grad()
+def test_matrices_in_e4m3_are_multiplied_in_fp16() -> None:
+    """So that they are converted fast. What bf16 holds and fp16 does not is the largest number of fp16."""
+    from angpt.fast import rows_kernels
+
+    model = eight_bits(folded(d_model=32, d_ff=80), "fp8").prepare(DEVICE, torch.bfloat16)
+    x = torch.randn(5, 80, device=DEVICE).to(torch.bfloat16)
+    x[1, 3], x[2, 4] = 1e6, -1e6
+    layer = model.layers[0]
+    y = rows_kernels.ManySteps(model, 5).product(x, layer.W_d, layer.W_d_scale, whole=True)
+    expected = x.double().clamp(-65504, 65504) @ layer.W_d.double().T * layer.W_d_scale
+    assert (y - expected).norm(dim=1).le(1e-4 * expected.norm(dim=1)).all()
 
 
 FEW = [(name, 200 if ON_GPU else 20) for name in ("gpt+", "ngpt", "angpt")]
