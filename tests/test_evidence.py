@@ -20,6 +20,7 @@ from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
 from angpt.evaluation.requests import Origin, Requests
+from angpt.evaluation.results import read_results
 from angpt.present.words import bracketed
 from angpt.serialization import read_toml
 from angpt.stats import Interval
@@ -28,21 +29,11 @@ from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 from experiments.evidence import pages, paper, queue, relatives, tables, tokens
 from experiments.evidence.__main__ import main
-from experiments.evidence.protocol import (
-    ADDED,
-    ARMS,
-    BUDGETS,
-    DATA,
-    EVIDENCE,
-    TRIED,
-    Protocol,
-    arm_name,
-    make_trials,
-    space_of,
-)
+from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, Protocol
 from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
 from experiments.evidence.results import Results
 from experiments.evidence.sweeps import fitted
+from experiments.evidence.trials import ADDED, ARMS, TRIED, arm_name, make_trials, space_of
 
 PROTOCOL = (EVIDENCE.parent / "evidence.md").read_text(encoding="utf-8")
 
@@ -133,7 +124,7 @@ def trained(monkeypatch):
         return Run(job.folder).summary()
 
     monkeypatch.setattr(queue, "bring_to_end", bring_to_end)
-    monkeypatch.setattr(queue, "look_inside", lambda folder, requests: order.append(f"inside {folder.name}"))
+    monkeypatch.setattr(queue, "look_inside", lambda item, folder, requests: order.append(f"inside {folder.name}"))
     monkeypatch.setattr(queue, "startable", lambda item: not item.provisional)
     monkeypatch.setattr(queue.gc, "collect", lambda: 0)
     monkeypatch.setattr(queue, "pack", lambda *_: None)
@@ -347,6 +338,8 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     assert set(firsts) == {relatives.folder_name(name, 0) for name in relatives.RELATIVES}
     assert len(set(firsts.values())) == len(firsts)
     assert not list(tmp_path.glob("runs/*/*/checkpoints"))
+    ends = [Run(path.parent).summary() for path in tmp_path.glob("runs/relatives/*/summary.json")]
+    assert {summary.checkpoint for summary in ends} == {None}  # not even written
     assert (relatives.muon.descend_, relatives.Optimizer.update) == (relatives.ORIGINAL[1], relatives.ORIGINAL[2])
 
     item = next(q.pending(["tuning"]))
@@ -354,11 +347,19 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     scored = tmp_path / "requests"
     scored.mkdir()
     Requests.of(origin, 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])]).save(scored / "piqa.safetensors")
-    inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True)
+    inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True, quantized=True)
     q.train(inside, None, scored, "")
     folder = tmp_path / "runs" / "tuning" / "inside"
     assert Analysis.read(folder / "analysis.json").runs[0].norms is not None
-    assert list(folder.glob("eval/scores/*"))
+    evaluated = {form: read_results(folder / form) for form in ("", "int8", "fp8")}
+    assert len({results.model.weights for results in evaluated.values()}) == 3
+    losses = [results.losses[0].loss for results in evaluated.values()]
+    assert len(set(losses)) == 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
+    files = {path.name for path in folder.glob("*8/*") if path.is_file()}
+    assert not files  # weights go, results stay
+    assert len(list(folder.glob("**/eval/scores/*"))) == 3
+    assert Run(folder).summary().checkpoint is not None  # written for the analysis, and removed
     assert not (folder / "checkpoints").exists()
 
     long = dataclasses.replace(item.config, tokens=str(256 * 40_000), eval_every=40_000)
@@ -371,6 +372,7 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     with tarfile.open(tmp_path / "b.tar") as tar:
         names = tar.getnames()
         assert "tuning/inside/analysis.json" in names
+        assert {"tuning/inside/eval/results.json", "tuning/inside/int8/eval/results.json"} <= set(names)
         assert not [name for name in names if name.startswith(str(item.folder))]
     again = q.train(longer, 1.0, None, "")
     assert again.step > stopped.step

@@ -6,9 +6,10 @@ from angpt.config import Recipe
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label, overhead, quantity
 from experiments.evidence import paper, sweeps
-from experiments.evidence.protocol import BUDGETS, TIE
+from experiments.evidence.protocol import BUDGETS
 from experiments.evidence.results import Results, curve
 from experiments.evidence.tables import ablation, improvements
+from experiments.evidence.trials import TIE
 
 Finding = tuple[str, str]
 """What we found, in words, and the verdict."""

@@ -8,8 +8,9 @@ from matplotlib.figure import Figure
 from angpt.present.style import DASHED, label_axis, log_ticks, looks, panels, plain_log_axis
 from angpt.present.words import label, quantity
 from angpt.stats import mean_interval
-from experiments.evidence.protocol import ARMS, BUDGETS, LARGEST, MULTIPLIED, SENSITIVITY, Protocol, arm_name
+from experiments.evidence.protocol import BUDGETS, LARGEST, MULTIPLIED, SENSITIVITY, Protocol
 from experiments.evidence.results import Results, curve
+from experiments.evidence.trials import ARMS, arm_name
 
 
 def figures(results: Results) -> Iterator[tuple[str, Figure]]:

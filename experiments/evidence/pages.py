@@ -11,7 +11,7 @@ from experiments.evidence.results import Results
 
 PAGES = (
     *(EVIDENCE / name for name in ("tuning.md", "report.md")),
-    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md", "fp8.md")),
+    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md", "fp8.md", "inference.md")),
 )
 
 
@@ -52,6 +52,7 @@ def marked(results: Results) -> dict[str, str]:
         "sensitivity": tables.sensitivity(protocol),
         "best-of": tables.best_of(protocol),
         "tasks": tables.tasks(results),
+        "quantized": tables.quantized(results),
         "exhibits": exhibits(results),
         "rates": sweeps.rates(),
         "batches": sweeps.batches(),

@@ -19,35 +19,32 @@ from angpt.studies.grid import folder_name
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
 from experiments.evidence.stored import StoredStudy, study_config
+from experiments.evidence.trials import (
+    ADDED,
+    ARMS,
+    OCTAVES,
+    RATES,
+    TRIED,
+    Settings,
+    Trial,
+    arm_name,
+    best_trial,
+    edges_of,
+    space_of,
+)
 
 HERE = Path(__file__).resolve().parent
 EVIDENCE = HERE.parents[1] / "docs" / "evidence"
 TRIALS = EVIDENCE / "trials.json"
 
-ARCHITECTURES = ("gpt+", "ngpt", "angpt")
-ARMS: tuple[Recipe, ...] = (*ARCHITECTURES, *(f"{name}:muon" for name in ARCHITECTURES))
-ADAM = {  # log-uniform ranges; β₂ is 0.95 or 0.99
-    "gpt+": {"optimizer.lr": (1e-3, 1.6e-2), "optimizer.weight_decay": (0.03, 1), "optimizer.warmup": (0.01, 0.2)},
-    "ngpt": {"optimizer.lr": (4e-3, 6.4e-2), "model.stored_scale": (1 / 64, 1 / 4)},  # 1/√256 × 1/4 … 4
-    "angpt": {"optimizer.lr": (3e-3, 4.8e-2), "model.stored_scale": (0.001, 0.03)},
-}
-MUON_LR = (7.5e-3, 0.12)
-TRIED, ADDED, SOBOL_SEED = 12, 4, 20
-"""Trials of every arm, those that the edge rule adds to every arm, and the seed of their sequence."""
-EDGE = 2
-"""The best trial is at the edge of a setting if its value is one of so many lowest or highest of its arm."""
-OCTAVES = 2.0
-"""Width of the range of a setting in added trials, around the value of the best trial, if that is at the edge."""
-TIE = 0.01
-"""Trials within so many nats of the best of their arm are named beside it."""
-RATES = ("optimizer.lr", "optimizer.adam_lr")
-RANGED = (*RATES, "optimizer.weight_decay", "optimizer.warmup", "model.stored_scale")
-"""Settings that have a range in some arm."""
 SEEDS = (1, 2, 3)
 BUDGETS = {"80M": ARMS, "160M": ARMS, "320M": ARMS}
 LARGEST = {"640M": ("gpt+", "angpt", "gpt+:muon", "angpt:muon")}
 INSIDE = ("320M", "640M")
-"""Budgets at which the models of the first seed are analysed and evaluated on tasks, as long as their weights exist."""
+"""Budgets at which the models of the first seed are analysed and, of the arms with the largest budget, evaluated on
+tasks, as long as their weights exist."""
+QUANTIZED: tuple[Recipe, ...] = ("gpt+", "angpt")
+"""Arms of which the 8-bit forms are evaluated, too, at the first of these budgets (docs/inference.md)."""
 DATA = {"data/one": 1, "data/tuning": 2, "data/all": 4}
 """Folders of tokens, and how many parts of the text each has."""
 
@@ -79,9 +76,6 @@ RELATED = ("gpt+/ln-scaling", "gpt+/dyt")
 RELATED_RATES = (0.5, 1.0, 2.0)
 ABLATION_SEEDS = (1, 2)
 
-Settings = dict[str, Any]
-"""Values of settings by their dotted names."""
-
 
 @dataclass(frozen=True)
 class Item:
@@ -99,6 +93,8 @@ class Item:
     """True if the model is analysed after its training, as long as its weights exist."""
     evaluated: bool = False
     """True if it is also evaluated on tasks."""
+    quantized: bool = False
+    """True if its 8-bit forms are evaluated, too."""
 
     @property
     def folder(self) -> Path:
@@ -107,11 +103,6 @@ class Item:
     @cached_property
     def config(self) -> TrainConfig:
         return self.build()
-
-
-def arm_name(recipe: Recipe) -> str:
-    """The name of an arm in names of trials: gpt+-adam, angpt-muon."""
-    return folder_name(recipe) if ":" in recipe else f"{recipe}-adam"
 
 
 def configured(*layers: Mapping[str, Any]) -> TrainConfig:
@@ -125,61 +116,6 @@ def configured(*layers: Mapping[str, Any]) -> TrainConfig:
             else:
                 (values[group] if group else values)[last] = value
     return from_dict(TrainConfig, values)
-
-
-def space_of(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """The range of every setting of an arm that is not one of two values."""
-    architecture, _, optimizer = recipe.partition(":")
-    space = dict(ADAM[architecture])
-    return {"optimizer.lr": MUON_LR, "optimizer.adam_lr": space.pop("optimizer.lr"), **space} if optimizer else space
-
-
-def make_trials() -> dict[str, Settings]:
-    """Settings of every trial by name, a scrambled Sobol sequence for each arm, in the order in which they run."""
-    from scipy.stats import qmc
-
-    found = {}
-    for recipe in ARMS:
-        architecture, _, optimizer = recipe.partition(":")
-        space = space_of(recipe)
-        points = qmc.Sobol(len(space) + 1, rng=SOBOL_SEED).random(TRIED + ADDED).tolist()
-        for i, point in enumerate(points):
-            ranges = zip(point, space.items(), strict=False)
-            values = {key: float(f"{low * (high / low) ** u:.3g}") for u, (key, (low, high)) in ranges}
-            name = {"model.architecture": architecture} | ({"optimizer.name": optimizer} if optimizer else {})
-            last = {"optimizer.beta2": 0.95 if point[-1] < 0.5 else 0.99}
-            found[f"{arm_name(recipe)}-{i:02d}"] = {**name, **values, **last}
-    return dict(sorted(found.items(), key=lambda item: item[0][-2:]))
-
-
-@dataclass(frozen=True)
-class Trial:
-    name: str
-    settings: Settings
-    loss: float | None
-    """Tuning loss; infinite if the run diverged, None if it has not ended."""
-
-    @property
-    def number(self) -> int:
-        return int(self.name[-2:])
-
-
-def best_trial(trials: list[Trial]) -> Trial | None:
-    """The trial with the lowest loss so far."""
-    known = [trial for trial in trials if trial.loss is not None and trial.loss < math.inf]
-    return min(known, key=lambda trial: trial.loss or 0.0, default=None)
-
-
-def edges_of(trials: list[Trial]) -> dict[str, int]:
-    """The settings with a range of which the best trial has one of the lowest (−1) or highest (1) values."""
-    best, found = best_trial(trials), {}
-    for key in RANGED if best else ():
-        values = sorted(trial.settings[key] for trial in trials if key in trial.settings)
-        if values and best.settings[key] in values[:EDGE]:
-            found[key] = -1
-        elif values and best.settings[key] in values[-EDGE:]:
-            found[key] = 1
-    return found
 
 
 class Protocol:
@@ -272,7 +208,9 @@ class Protocol:
                 for arm in arms:
                     inside = budget in INSIDE and seed == SEEDS[0]
                     item = self.reported("final", arm, budget, seed, self.chosen(arm).settings, inside)
-                    yield dataclasses.replace(item, analysed=inside, evaluated=inside)
+                    evaluated = inside and any(arm in arms for arms in LARGEST.values())
+                    quantized = inside and budget == INSIDE[0] and arm in QUANTIZED
+                    yield dataclasses.replace(item, analysed=inside, evaluated=evaluated, quantized=quantized)
 
     def reported(
         self, stage: str, recipe: Recipe, budget: str, seed: int, settings: Settings, recorded: bool = False

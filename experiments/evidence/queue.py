@@ -12,7 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from angpt.config import TrainConfig
+from angpt.models.folded import EIGHT_BITS
 from angpt.present.tables import Table
 from angpt.present.words import duration, plural
 from angpt.studies.jobs import Job, bring_to_end, ended
@@ -27,7 +28,9 @@ from angpt.training.plan import make_plan
 from angpt.training.record import newest_values
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run, Summary
+from angpt.training.trainer import Trainer
 from experiments.evidence import relatives
+from experiments.evidence.inside import look_inside
 from experiments.evidence.protocol import DATA, EVIDENCE, Item, Protocol
 
 STAGES = {
@@ -87,7 +90,8 @@ class Speed:
         plan = make_plan(dataclasses.replace(item.config, device="cpu"))
         rate = self.by_model.get(_model(plan.config)) or self.flops / plan.flops_per_token
         steps = (1 - done) * plan.steps * plan.batch_tokens / rate
-        return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * item.evaluated
+        scored = item.evaluated * (1 + item.quantized * len(EIGHT_BITS))
+        return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * scored
 
 
 def _model(config: TrainConfig) -> tuple[int, int, int, bool]:
@@ -181,7 +185,8 @@ class Queue:
         """Bring one run to its end, or to a checkpoint at the limit; remove the weights of one that has ended."""
         folder = self.runs / item.folder
         gc.collect()  # memory of the run before, CUDA graphs included
-        with relatives.installed(item.change), stopped_after(limit):
+        end = nullcontext() if item.analysed else no_last_checkpoint()
+        with relatives.installed(item.change), stopped_after(limit), end:
             summary = bring_to_end(Job(item.config, folder), Quiet())
         if summary.status == "interrupted":
             return summary
@@ -189,7 +194,7 @@ class Queue:
             summary = dataclasses.replace(summary, environment=summary.environment | {"commit": commit})
             Run(folder).write_summary(summary)
         if item.analysed and summary.status == "finished":
-            look_inside(folder, requests if item.evaluated else None)
+            look_inside(item, folder, requests)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
         return summary
@@ -235,6 +240,22 @@ def kept_compilation() -> Iterator[None]:
 
 
 @contextmanager
+def no_last_checkpoint() -> Iterator[None]:
+    """Let runs save only if they are stopped: writing weights that are removed at once would take a second of each."""
+    save = Trainer.save
+
+    def unless_last(self: Trainer) -> None:
+        if self.step < self.plan.steps:
+            save(self)
+
+    Trainer.save = unless_last  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer.save = save  # type: ignore[method-assign]
+
+
+@contextmanager
 def stopped_after(seconds: float | None) -> Iterator[None]:
     """Send SIGTERM to this process after so many seconds, until the block ends: a run in its loop saves and ends, and
     outside the loop the signal is ignored."""
@@ -259,19 +280,6 @@ def stopped_after(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def look_inside(folder: Path, requests: Path | None) -> None:
-    """Analyse a model while its weights exist (analysis.json), and score requests of tasks (eval/)."""
-    from angpt.analysis.analyse import analyse
-    from angpt.evaluation.evaluate import evaluate
-
-    try:
-        analyse([folder]).write(folder / "analysis.json")
-        if requests is not None:
-            evaluate([folder], requests=requests)
-    except Exception as error:  # the run itself is worth more than this
-        print(f"{folder}: not analysed: {type(error).__name__}: {error}", flush=True)
-
-
 def pack(runs: Path, archive: Path, names: str = "*") -> None:
     """Write the folders of all ended runs with such names, without weights, to a .tar file, whole or not at all."""
     part = archive.with_name(f".{archive.name}.part")
@@ -281,7 +289,7 @@ def pack(runs: Path, archive: Path, names: str = "*") -> None:
             if not fnmatch(folder.name, names) or ended(folder) is None:
                 continue
             named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
-            for file in [file for file in named if file.exists()] + sorted(folder.glob("eval/**/*.*")):
+            for file in [file for file in named if file.exists()] + sorted(folder.glob("**/eval/**/*.*")):
                 tar.add(file, file.relative_to(runs))
     if (size := part.stat().st_size) > ARCHIVE_BYTES:
         print(f"{archive}: {size / 1e6:.1f} MB are more than {ARCHIVE_BYTES / 1e6:.0f}", flush=True)

@@ -17,8 +17,6 @@ from angpt.studies.folders import summarise_runs
 from angpt.studies.grid import folder_name
 from experiments.evidence.protocol import (
     ABLATION_SEEDS,
-    ARCHITECTURES,
-    ARMS,
     BUDGETS,
     EVIDENCE,
     INSIDE,
@@ -27,9 +25,9 @@ from experiments.evidence.protocol import (
     SEEDS,
     SENSITIVITY,
     Protocol,
-    arm_name,
     varies,
 )
+from experiments.evidence.trials import ARCHITECTURES, ARMS, arm_name
 
 SIGNIFICANT = 0.01
 EARLIER = EVIDENCE.parent / "analysis-32M" / "analysis.md"
@@ -172,9 +170,13 @@ class Results:
 
     def tasks(self, recipe: Recipe) -> Evaluation | None:
         """The tasks of an arm at the largest budget at which it was evaluated."""
-        folders = [self.root / "final" / f"{folder_name(recipe)}-{budget}-s{SEEDS[0]}" for budget in reversed(INSIDE)]
-        found = [results for folder in folders if (results := read_results(folder)) is not None and results.tasks]
-        return found[0] if found else None
+        found = (self.evaluated(recipe, budget) for budget in reversed(INSIDE))
+        return next((results for results in found if results is not None), None)
+
+    def evaluated(self, recipe: Recipe, budget: str, weights: str = "") -> Evaluation | None:
+        """The tasks of the first seed of an arm, with 8-bit weights if their format is named; None without tasks."""
+        found = read_results(self.root / "final" / f"{folder_name(recipe)}-{budget}-s{SEEDS[0]}" / weights)
+        return found if found is not None and found.tasks else None
 
 
 def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:

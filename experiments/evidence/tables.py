@@ -4,24 +4,15 @@ import math
 from collections.abc import Sequence
 
 from angpt.config import Recipe
+from angpt.evaluation.results import lines, with_error
+from angpt.models.folded import EIGHT_BITS
 from angpt.present.tables import Table
 from angpt.present.words import NONE, bracketed, label, overhead, quantity, speedup
 from experiments.evidence import paper
-from experiments.evidence.protocol import (
-    ARMS,
-    BUDGETS,
-    LARGEST,
-    SENSITIVITY,
-    TIE,
-    TRIED,
-    Protocol,
-    Trial,
-    arm_name,
-    best_trial,
-    edges_of,
-)
+from experiments.evidence.protocol import BUDGETS, INSIDE, LARGEST, QUANTIZED, SENSITIVITY, Protocol
 from experiments.evidence.queue import STAGES
 from experiments.evidence.results import SIGNIFICANT, Comparison, Results, curve
+from experiments.evidence.trials import ARMS, TIE, TRIED, Trial, arm_name, best_trial, edges_of
 
 GUESS = math.log(50_304)
 """Loss of a uniform guess; that of a run that diverged in means over trials."""
@@ -242,3 +233,18 @@ def tasks(results: Results) -> Table:
             cells.append(f"{value.value:.3g}{error}" if value else "not run yet")
         rows.append((task, f"{theirs:g}", f"{theirs_angpt:g}", *cells))
     return Table(("", "GPT+, paper, 1B", "anGPT, paper, 1B", *(f"{label(name)}, 32M" for name in models)), rows)
+
+
+def quantized(results: Results) -> Table:
+    """Loss and tasks of the same models with matrices in bf16 and in 8 bits."""
+    forms = ("bf16", *EIGHT_BITS)
+    columns = [f"{label(arm)}, {form}" for arm in QUANTIZED for form in forms]
+    found = [results.evaluated(arm, INSIDE[0], "" if form == "bf16" else form) for arm in QUANTIZED for form in forms]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        return Table(("", *columns), [("loss, seven tasks", *["not run yet"] * len(columns))])
+    rows = [
+        (f"{line.label}, {line.metric} {'↑' if line.higher else '↓'}", *map(with_error, line.values))
+        for line in lines(known)
+    ]
+    return Table(("", *columns), rows)

@@ -1,0 +1,53 @@
+"""What is measured of a trained model before its weights are removed: its inside, and tasks in bf16 and 8 bits."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from angpt.config import Weights
+from angpt.models.folded import EIGHT_BITS
+from angpt.training.run import Run
+from experiments.evidence.protocol import Item
+
+
+def look_inside(item: Item, folder: Path, requests: Path | None) -> None:
+    """Analyse the model of a run (analysis.json) and score requests of tasks, and the validation file, (eval/) with it
+    and, if the item says so, with its 8-bit forms (fp8/eval/, int8/eval/).
+
+    What fails is named, and costs neither the run nor the rest."""
+    from angpt.analysis.analyse import analyse
+
+    steps: list[Callable[[], None]] = [lambda: analyse([folder]).write(folder / "analysis.json")]
+    if item.evaluated and requests is not None:
+        data = Path(Run(folder).config().data.path)
+        steps.append(partial(score, folder, data, requests))
+        if item.quantized:
+            steps += [partial(score_8_bits, folder, weights, data, requests) for weights in EIGHT_BITS]
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            print(f"{folder}: not measured: {type(error).__name__}: {error}", flush=True)
+
+
+def score(model: Path, data: Path, requests: Path) -> None:
+    from angpt.evaluation.evaluate import evaluate
+
+    evaluate([model], data=[data], requests=requests)
+
+
+def score_8_bits(run: Path, weights: Weights, data: Path, requests: Path) -> None:
+    """Score the folded form of a run with 8-bit weights, in a folder inside the run, and remove its weights."""
+    from angpt.inference import store
+    from angpt.inference.fold import fold
+    from angpt.inference.quantize import quantize
+    from angpt.inference.source import open_source
+
+    source, folder = open_source(run), run / weights
+    model = quantize(fold(source.decoder()), weights)
+    store.save(folder, model, source.path, source.sha256(), source.training, source.tokenizer_path)
+    try:
+        score(folder, data, requests)
+    finally:
+        for file in folder.glob("*.*"):
+            file.unlink()
