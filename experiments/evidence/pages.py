@@ -60,5 +60,6 @@ def marked(results: Results) -> dict[str, str]:
         "fp8": eight_bits.table(results.root),
     }
     return {name: f"{table.markdown()}\n" for name, table in made.items()} | {
-        "relatives": relatives.table(protocol.loss)
+        "tried": tables.tried(protocol),
+        "relatives": relatives.table(protocol.loss),
     }

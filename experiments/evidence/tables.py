@@ -1,6 +1,7 @@
 """Tables of docs/evidence, computed from its run folders. Runs that are missing are said to be missing."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from angpt.config import Recipe
@@ -8,6 +9,7 @@ from angpt.evaluation.results import lines, with_error
 from angpt.models.folded import EIGHT_BITS
 from angpt.present.tables import Table
 from angpt.present.words import NONE, bracketed, label, overhead, quantity, speedup
+from angpt.studies.jobs import ended
 from experiments.evidence import paper
 from experiments.evidence.protocol import BUDGETS, INSIDE, LARGEST, QUANTIZED, SENSITIVITY, Protocol
 from experiments.evidence.queue import STAGES
@@ -39,6 +41,19 @@ def words(trial: Trial) -> str:
 
 def shown(loss: float | None, digits: int = 4) -> str:
     return "not run yet" if loss is None else "diverged" if loss == math.inf else f"{loss:.{digits}f}"
+
+
+def tried(protocol: Protocol) -> str:
+    """How many trials have ended, with which commits of the package, and which are missing, in words."""
+    every = [trial for arm in ARMS for trial in protocol.trials(arm, protocol.extended)]
+    missing = [trial.name for trial in every if trial.loss is None]
+    folders = (root / "tuning" / trial.name for trial in every for root in protocol.roots)
+    noted = (summary.environment.get("commit") for summary in map(ended, folders) if summary is not None)
+    commits = Counter("not noted" if commit is None else commit[:7] for commit in noted)
+    listed = ", ".join(f"{commit} ({count})" for commit, count in commits.most_common())
+    text = f"{len(every) - len(missing)} of {len(every)} trials have ended, with the package at commits {listed}."
+    rest = f" Missing: {', '.join(missing)}; until they have ended, no settings are chosen." if missing else ""
+    return f"{text}{rest}\n"
 
 
 def trials(protocol: Protocol) -> Table:
