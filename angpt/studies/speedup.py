@@ -2,7 +2,8 @@
 
 The baseline's complete runs at several budgets, each with its own schedule, give a curve of final loss against tokens
 (or seconds). The speed-up of another architecture is what the baseline needs for the same loss, read off this curve by
-linear interpolation of logarithms, over what the other used. Outside the curve's range only a bound is known.
+linear interpolation of logarithms, over what the other used. Outside the curve's range only a bound is known, and one
+that noise allows: a loss just below the last of the baseline does not show that the baseline would need more tokens.
 
 Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
 every architecture and budget of one comparison, and estimated from all of them together (`stats.pooled_deviation`).
@@ -13,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from angpt.results import SpeedUp
 from angpt.stats import Deviation, mean_log
@@ -36,7 +38,7 @@ class CurvePoint:
 
 
 def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviation, uses: Deviation) -> SpeedUp | None:
-    """What the baseline needs for the loss of `other`, over what `other` used; None without a baseline.
+    """What the baseline needs for the loss of `other`, over what `other` used; None if not even a bound is known.
 
     `losses` and `uses` are the deviations between seeds of the two; tokens, unlike seconds, do not vary.
     A larger budget that did not lower the loss is left out of the curve: it says nothing about what a lower loss needs.
@@ -46,15 +48,13 @@ def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviatio
         return None
     first, last, target = curve[0], curve[-1], other.log_loss
     if target > first.log_loss:
-        return SpeedUp(first.used / other.used, None, None, "<")
+        return bound(curve, other, losses, uses, "<")
     if target < last.log_loss:
-        return SpeedUp(last.used / other.used, None, None, ">")
+        return bound(curve, other, losses, uses, ">")
     if len(curve) == 1:
         return SpeedUp(first.used / other.used, None, None, "=")
-    left, right = next((a, b) for a, b in itertools.pairwise(curve) if target >= b.log_loss)
-    weight = (left.log_loss - target) / (left.log_loss - right.log_loss)
-    log_used = (1 - weight) * math.log(left.used) + weight * math.log(right.used)
-    value = math.exp(log_used) / other.used
+    left, right, weight = around(curve, target)
+    value = needed(left, right, weight) / other.used
     # By the delta method: the logarithm of what is needed moves with the three mean losses around the point.
     slope = (math.log(right.used) - math.log(left.used)) / (left.log_loss - right.log_loss)
     variance = (1 - weight) ** 2 / len(left.losses) + weight**2 / len(right.losses) + 1 / len(other.losses)
@@ -63,6 +63,37 @@ def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviatio
         return SpeedUp(value, None, None, "=")
     half = math.hypot(from_losses, from_uses)
     return SpeedUp(value, value * math.exp(-half), value * math.exp(half), "=")
+
+
+def bound(
+    curve: Sequence[CurvePoint], other: CurvePoint, losses: Deviation, uses: Deviation, relation: Literal["<", ">"]
+) -> SpeedUp | None:
+    """The end of an interval that is open where the curve ends: with a confidence of 97.5 %, the speed-up is above (or
+    below) it. It belongs to the end of the curve if the loss lies far enough outside, otherwise to a point
+    inside; None if the noise spans the whole curve. Without several seeds there is no noise to allow for."""
+    sign, end, opposite = (1, curve[0], curve[-1]) if relation == "<" else (-1, curve[-1], curve[0])
+    scale = math.sqrt(1 / len(end.losses) + 1 / len(other.losses))
+    target = other.log_loss - sign * (losses.half_width(scale) or 0.0)
+    if sign * (target - end.log_loss) >= 0:
+        used = end.used
+    elif sign * (target - opposite.log_loss) >= 0:
+        used = needed(*around(curve, target))
+    else:
+        return None
+    slower = math.exp(sign * (uses.half_width(scale) or 0.0))
+    return SpeedUp(used / other.used * slower, None, None, relation)
+
+
+def around(curve: Sequence[CurvePoint], target: float) -> tuple[CurvePoint, CurvePoint, float]:
+    """The neighbouring points of a falling curve with a logarithm of the loss between them, and the weight of the
+    second."""
+    left, right = next((a, b) for a, b in itertools.pairwise(curve) if target >= b.log_loss)
+    return left, right, (left.log_loss - target) / (left.log_loss - right.log_loss)
+
+
+def needed(left: CurvePoint, right: CurvePoint, weight: float) -> float:
+    """What the baseline needs between two points, interpolated in logarithms."""
+    return math.exp((1 - weight) * math.log(left.used) + weight * math.log(right.used))
 
 
 def falling(points: Sequence[CurvePoint]) -> list[CurvePoint]:

@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from angpt.stats import Deviation, pooled_deviation
 from angpt.studies.speedup import CurvePoint, falling, speed_up
@@ -75,6 +76,38 @@ def test_outside_of_the_curve_it_is_a_bound():
     assert better.low is better.high is None
     worse = speed_up(baseline(), CurvePoint((2e10,), (loss(1e9),)), NONE, NONE)
     assert (worse.relation, worse.value) == ("<", pytest.approx(0.25))
+
+
+def test_a_bound_allows_for_noise():
+    """A loss just below that of the longest runs of the baseline, by less than noise explains, is worth a point of the
+    curve before its end."""
+    deviation, clear = Deviation(0.004, 10), Deviation(1e-9, 10)
+    curve, other = baseline(seeds=3), CurvePoint((2e10,) * 3, (loss(7e10) * math.exp(-0.001),) * 3)
+    assert speed_up(curve, other, clear, EXACT).value == pytest.approx(3.5)
+    found = speed_up(curve, other, deviation, EXACT)
+    half = stats.t.ppf(0.975, 10) * 0.004 * math.sqrt(2 / 3)
+    on_the_curve = 7e10 * math.exp((0.001 - half) / 0.05)  # where the law has this loss
+    assert (found.relation, found.value) == (">", pytest.approx(on_the_curve / 2e10, rel=1e-6))
+    slow = speed_up(curve, other, deviation, Deviation(0.03, 10))
+    assert slow.value == pytest.approx(found.value * math.exp(-stats.t.ppf(0.975, 10) * 0.03 * math.sqrt(2 / 3)))
+    worse = CurvePoint((2e10,) * 3, (loss(5e9) * math.exp(0.001),) * 3)
+    below = speed_up(curve, worse, deviation, EXACT)
+    assert (below.relation, below.value) == ("<", pytest.approx(5e9 * math.exp((half - 0.001) / 0.05) / 2e10, rel=1e-6))
+    assert speed_up(curve, other, Deviation(0.4, 10), EXACT) is None  # noise larger than the curve
+    assert speed_up(curve[:1], CurvePoint((5e9,), (loss(5e9) * 0.999,)), deviation, EXACT) is None
+
+
+def test_bounds_hold_in_39_of_40_cases():
+    """Runs as good as those of the baseline, just shorter than its longest, look better in many cases, but have a bound
+    above 1 in about 2.5 % of them."""
+    rng = np.random.default_rng(0)
+    sigma, wrong, cases = 0.004, 0, 2000
+    for _ in range(cases):
+        noise = lambda: float(rng.normal(0, sigma))  # noqa: E731
+        other = CurvePoint((6.9e10,) * 3, tuple(loss(6.9e10) * math.exp(noise()) for _ in range(3)))
+        found = speed_up(baseline(noise, 3), other, Deviation(sigma, 100), EXACT)
+        wrong += found.relation == ">" and found.value > 1
+    assert 0.005 * cases < wrong < 0.03 * cases
 
 
 def test_one_budget_gives_bounds_only():
