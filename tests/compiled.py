@@ -194,7 +194,7 @@ def many_rows() -> dict[str, dict]:
 
     fixed = dict.fromkeys(("scale_ptr", "y_ptr"), FP32) | {"x_ptr": BF16, "n": "i32", "k": "i32", "batch": "i32"}
     found = {}
-    for batch, kind in ((16, BF16), (32, BF16), (64, BF16), (128, BF16), (32, "*fp8e4nv"), (32, "*i8")):
+    for batch, kind in ((16, BF16), (32, BF16), (64, BF16), (128, BF16), (16, FP8), (32, FP8), (128, FP8), (32, "*i8")):
         line = k.LINE_BYTES // (2 if kind == BF16 else 1)
         for name, swiglu, depth in (("qkv", False, 512), ("p", False, 256), ("uz", True, 1024)):
             rows, cols, warps, stages = (tuning.DECODE_SWIGLU_TILES if swiglu else tuning.DECODE_TILES)[batch]

@@ -1,10 +1,14 @@
 """experiments/evidence/eight_bits.py: runs in pairs, and the table that compares them."""
 
+import math
 import tarfile
+from statistics import fmean
 
 import pytest
 
 pytest.importorskip("scipy", reason="the evidence needs the extra `report`")
+
+from scipy import stats
 
 from angpt.training.run import Run
 from experiments.evidence import eight_bits, tokens
@@ -65,8 +69,25 @@ def test_verdicts(differences, verdict):
     first, last = eight_bits._means(made_up(*differences))
     mean = sum(differences) / 3
     error = (sum((x - mean) ** 2 for x in differences) / 2 / 3) ** 0.5
-    assert first == f"{mean:+.4f} ± {error:.4f}: {verdict}"
-    assert last == f"{mean / 2:+.4f} ± {error / 2:.4f}"
+    half = stats.t.ppf(0.975, 2) * error
+    shown = f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}], ± {error:.4f}: {verdict}"
+    assert first == shown.replace("-", "−")
+    assert last == f"{mean / 2:+.4f} ± {error / 2:.4f}".replace("-", "−")
+
+
+def test_a_run_that_diverged_in_8_bits_alone_is_not_equal():
+    pairs = made_up(0.001, -0.001)
+    assert eight_bits._means([*pairs, eight_bits.Pair((3.5, math.nan), 0.0, (0.0, ""))])[0] == (
+        "1 of 3 diverged in fp8 alone: not equal"
+    )
+    assert eight_bits._means([*pairs, eight_bits.Pair((math.nan, math.nan), 0.0, (0.0, ""))])[0] == "no mean: diverged"
+
+
+def test_the_last_tenth_of_what_is_stored():
+    """Of 1,221 steps: step 1, every tenth, and the last, which would count as much as ten others."""
+    run = [{"kind": "train", "step": s, "loss": float(s)} for s in (1, *range(10, 1221, 10), 1221)]
+    assert eight_bits.last_tenth([*run, {"kind": "val", "step": 1221, "loss": 0.0}]) == fmean(range(1100, 1221, 10))
+    assert eight_bits.last_tenth(run[:1]) == 1.0
 
 
 def test_a_run_that_diverged_has_no_difference():

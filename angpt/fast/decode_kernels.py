@@ -24,7 +24,7 @@ they are; the scales of their rows multiply the products (SCALED).
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -171,6 +171,17 @@ def by_head(warps: int, d_head: int) -> int:
     return warps * max(1, d_head // 64)
 
 
+class HeadsAndSlots(NamedTuple):
+    """Arguments that all kernels of attention have."""
+
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    constants: dict[str, Any]
+    batch: int
+    shown: int
+    """Slots of the cache that are read."""
+
+
 class Steps:
     """The kernels of one model, called layer by layer."""
 
@@ -218,29 +229,28 @@ class Steps:
         )  # fmt: skip
         return y, out
 
-    def splits(self, shown: int, most: int) -> int:
+    def splits(self, shown: int, most: int = MAX_SPLITS) -> int:
         """Number of splits of the slots of a head, a power of two."""
         return 1 << max(0, min(most, MAX_SPLITS, triton.next_power_of_2(triton.cdiv(shown, TILE))).bit_length() - 1)
 
     def heads_and_slots(
         self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
-    ) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
-        """What all kernels of attention are called with: tensors, sizes and constants; q, k and v are in parts."""
+    ) -> "HeadsAndSlots":
+        """Given q, k and v in parts."""
         gain = qkv if layer.gain is None else layer.gain
         shown, strides = cache.keys.shape[2], cache.keys.stride()[:2]
         constants = self.qk(layer) | {"PARTS": len(qkv), "NEVER": NEVER} | self.launch
-        return (qkv, *angles, gain, positions, *cache), (self.heads, capacity, shown, *strides), constants
+        tensors, sizes = (qkv, *angles, gain, positions, *cache), (self.heads, capacity, shown, *strides)
+        return HeadsAndSlots(tensors, sizes, constants, len(positions), shown)
 
-    def attend(self, called: Any, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention to each split of the slots, with the maximum and the sum of its exponentials, given what
-        `heads_and_slots` returns."""
-        tensors, sizes, constants = called
-        batch, shown, device = len(tensors[-1]), sizes[2], tensors[-1].device
+    def attend(self, call: "HeadsAndSlots", splits: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention to each split of the slots, with the maximum and the sum of its exponentials."""
+        batch, device = call.batch, call.tensors[0].device
         acc = torch.empty(batch, splits, self.d, device=device)
         top, total = (torch.empty(batch, splits, self.heads, device=device) for _ in range(2))
         _attend[self.heads, splits, batch](
-            *tensors, acc, top, total, *sizes, PER_SPLIT=triton.cdiv(shown, splits), TILE=TILE,
-            num_warps=by_head(tuning.DECODE_ATTEND_WARPS, self.d // self.heads), **constants,
+            *call.tensors, acc, top, total, *call.sizes, PER_SPLIT=triton.cdiv(call.shown, splits), TILE=TILE,
+            num_warps=by_head(tuning.DECODE_ATTEND_WARPS, self.d // self.heads), **call.constants,
         )  # fmt: skip
         return acc, top, total
 
@@ -290,8 +300,8 @@ def decode(model: Folded, tokens: Tensor, positions: Tensor, caches: Sequence[Ca
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
             qkv, h = steps.read(layer.W_qkv, layer.W_qkv_scale, h, pending, swiglu=False)
-            called = steps.heads_and_slots(qkv[None], layer, cache, angles, positions, capacity)
-            parts = steps.attend(called, steps.splits(cache.keys.shape[2], MAX_SPLITS))
+            call = steps.heads_and_slots(qkv[None], layer, cache, angles, positions, capacity)
+            parts = steps.attend(call, steps.splits(call.shown))
             update_a = steps.project(layer.W_p, layer.W_p_scale, parts), layer.keep_a, layer.add_a
             y, h = steps.read(layer.W_uz, layer.W_uz_scale, h, update_a, swiglu=True)
             pending = steps.down(layer.W_d, layer.W_d_scale, y, DOWN_ROWS), layer.keep_m, layer.add_m

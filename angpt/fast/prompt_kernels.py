@@ -6,8 +6,9 @@
 | `_advance` | a residual update and the input of the next block |
 | `_swiglu` of block_kernels.py | u · SiLU(z) |
 
-Before the first layer `_rotation` of decode_kernels.py computes the angles. A layer has nine launches, where plain
-operations have about thirty. `Folded.prefill` is the plain form.
+Before the first layer `_rotation` of attention_kernels.py computes the angles. A layer has nine launches (the last, of
+which only what follows the last token of each prompt is computed, a few more), where plain operations have about
+thirty. `Folded.prefill` is the plain form.
 """
 
 from collections.abc import Sequence

@@ -50,11 +50,12 @@ def _load_to_cache(w_ptr, rows, first, n, k, DEPTH: tl.constexpr, LINE: tl.const
 
 
 @triton.jit
-def _added(y, x, w):
+def _added(y, x, w, IN_FP16: tl.constexpr):
     """y + x w, with a matrix of 8 bits converted exactly. To bf16 that takes several slow instructions per number of
-    e4m3, to fp16 one for two, so that x becomes fp16 too: exact for all that bf16 holds between 2⁻¹⁴ and 65,504."""
-    if w.dtype == tl.float8e4nv and x.dtype == tl.bfloat16:
-        return tl.dot(tl.clamp(x.to(tl.float32), -65504.0, 65504.0).to(tl.float16), w.to(tl.float16), y)
+    e4m3, to fp16 one for two: IN_FP16 computes y + x w / 256, so that no x up to 1.6e7 overflows. Below 1/64, x is then
+    rounded to steps of 2⁻¹⁶."""
+    if IN_FP16:
+        return tl.dot((x.to(tl.float32) * 0.00390625).to(tl.float16), w.to(tl.float16), y)
     return tl.dot(x, w.to(x.dtype), y)
 
 
@@ -82,19 +83,22 @@ def _product(
         if SWIGLU:
             _load_to_cache(w_ptr + n.to(tl.int64) * k, rows, part * DEPTH, n, k, DEPTH, LINE, LINES)
     _await(OVERLAP)
+    IN_FP16: tl.constexpr = w_ptr.dtype.element_ty == tl.float8e4nv and x_ptr.dtype.element_ty == tl.bfloat16
     y = tl.zeros((BATCH, ROWS), tl.float32)
     z = tl.zeros((BATCH, ROWS), tl.float32)
     if HELD:
         x = tl.load(x_at, known & (cols < k)[None, :], 0.0)
-        y = _added(y, x, w)
+        y = _added(y, x, w, IN_FP16)
         if SWIGLU:
-            z = _added(z, x, w_z)
+            z = _added(z, x, w_z, IN_FP16)
     for start in range(HELD * COLS, DEPTH, COLS):
         x = tl.load(x_at + start, known & (cols + start < k)[None, :], 0.0)
         inside = wanted & (cols + start < k)[:, None]
-        y = _added(y, x, tl.load(w_at + start, inside, 0.0))
+        y = _added(y, x, tl.load(w_at + start, inside, 0.0), IN_FP16)
         if SWIGLU:
-            z = _added(z, x, tl.load(z_at + start, inside, 0.0))
+            z = _added(z, x, tl.load(z_at + start, inside, 0.0), IN_FP16)
+    if IN_FP16:
+        y, z = y * 256.0, z * 256.0
     y = _row_scales(y, scale_ptr, rows, n, SCALED)
     if SWIGLU:
         z = _row_scales(z, scale_ptr, n + rows, 2 * n, SCALED)
@@ -150,19 +154,17 @@ class ManySteps(Steps):
         self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
     ) -> Tensor:
         """Attention of all rows to their slots, given q, k and v in parts."""
-        called = self.heads_and_slots(qkv, layer, cache, angles, positions, capacity)
-        shown = cache.keys.shape[2]
-        splits = self.splits(shown, tuning.DECODE_PROGRAMS // (self.heads * self.batch))
+        call = self.heads_and_slots(qkv, layer, cache, angles, positions, capacity)
+        splits = self.splits(call.shown, tuning.DECODE_PROGRAMS // (self.heads * self.batch))
         out = torch.empty(self.batch, self.d, dtype=self.dtype, device=qkv.device)
         if splits > 1:
             _combine[(self.batch,)](
-                *self.attend(called, splits), out, self.d, self.heads, HEADS=triton.next_power_of_2(self.heads),
+                *self.attend(call, splits), out, self.d, self.heads, HEADS=triton.next_power_of_2(self.heads),
                 D_HEAD=self.head["D_HEAD"], SPLITS=splits, **self.launch,
             )  # fmt: skip
             return out
-        tensors, sizes, constants = called
         _attend_whole[self.heads, 1, self.batch](
-            *tensors, out, *sizes, **pipeline(shown, self.d // self.heads), **constants
+            *call.tensors, out, *call.sizes, **pipeline(call.shown, self.d // self.heads), **call.constants
         )
         return out
 

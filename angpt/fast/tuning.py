@@ -78,8 +78,8 @@ DECODE_SWIGLU_TILES = {16: (16, 512, 4, 3), 32: (16, 256, 4, 4), 64: (16, 64, 4,
 """Decode with many rows, by the rows of a tile (that of 64 rows is not measured): rows of the matrix (with SwiGLU, of u
 and of z), depth per iteration, warps, software pipeline depth."""
 DECODE_HELD_ROWS = 16
-"""Decode: up to this many rows, the first columns of W_uz are loaded to registers before its input is there. Matrices
-with a single iteration are always loaded so."""
+"""Decode: largest number of rows of a tile for which a program loads the first columns of W_uz into registers before it
+waits for its input. Matrices that are read in one iteration are always loaded before the wait."""
 
 PROMPT_GRAPH_TOKENS = 8192
 """Prompts: largest number of tokens of a CUDA graph. With more, computing should take longer than launching; not

@@ -1,10 +1,8 @@
 """Losses of training in 8 bits against bf16: the runs, in pairs that differ in the precision alone, and their table for
 docs/fp8.md."""
 
-import gzip
-import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -14,8 +12,10 @@ from typing import Any
 
 from angpt.config import ModelConfig
 from angpt.present.tables import Table
-from angpt.present.words import label
-from experiments.evidence.protocol import EVIDENCE, Item, Protocol, configured
+from angpt.present.words import bracketed, label
+from angpt.stats import mean_interval
+from experiments.evidence.protocol import EVIDENCE, KEPT_EVERY, Item, Protocol, configured
+from experiments.evidence.results import records
 
 STAGE = "fp8"
 ARCHITECTURES = ("angpt", "ngpt", "gpt+")
@@ -73,7 +73,7 @@ class Pair:
     losses: tuple[float, float]
     """Validation losses; NaN of one that diverged."""
     training: float
-    """Difference of the mean training losses of the last tenth of the steps, which have the same batches."""
+    """Difference of the mean training losses of `last_tenth`, which have the same batches."""
     saturated: tuple[float, str]
     """The largest share of an input or output gradient that saturated, in any layer and record, and which it was."""
 
@@ -87,28 +87,27 @@ def read_pair(root: Path, architecture: str, size: str, seed: int) -> Pair | Non
     protocol = Protocol((root,))
     names = [run_name(architecture, size, precision, seed) for precision in PRECISIONS]
     losses = [protocol.loss(STAGE, name) for name in names]
-    low, high = (math.nan if loss == math.inf else loss for loss in losses)
-    if low is None or high is None:
+    bf16, fp8 = (math.nan if loss == math.inf else loss for loss in losses)
+    if bf16 is None or fp8 is None:
         return None
-    records = [_records(root / STAGE / name) for name in names]
-    tails = [_last_tenth([r["loss"] for r in run if r["kind"] == "train"]) for run in records]
+    of_both = [records(root / STAGE / name) for name in names]
+    tails = [last_tenth(run) for run in of_both]
     shares = [
         (max(share), name.removesuffix("_saturated"))
-        for record in records[1]
+        for record in of_both[1]
         if record["kind"] == "fp8"
         for name, share in record.items()
         if name.endswith("_saturated")
     ]
-    return Pair((low, high), tails[1] - tails[0], max(shares, default=(math.nan, "")))
+    return Pair((bf16, fp8), tails[1] - tails[0], max(shares, default=(math.nan, "")))
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    with gzip.open(folder / "metrics.jsonl.gz", "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
-def _last_tenth(losses: list[float]) -> float:
-    return fmean(losses[-max(1, len(losses) // 10) :])
+def last_tenth(run: Sequence[Mapping[str, Any]]) -> float:
+    """The mean training loss of the stored steps of the last tenth of a run, which are evenly spaced; of its last step
+    if there are none."""
+    steps = {r["step"]: r["loss"] for r in run if r["kind"] == "train"}
+    last = max(steps)
+    return fmean([loss for s, loss in steps.items() if s > 0.9 * last and s % KEPT_EVERY == 0] or [steps[last]])
 
 
 def table(root: Path = EVIDENCE) -> Table:
@@ -116,12 +115,12 @@ def table(root: Path = EVIDENCE) -> Table:
     head = ("", "size", "seed", "bf16", "fp8", "fp8 − bf16", "at the end of training", "largest share that saturates")
     rows: list[tuple[str, ...]] = []
     for size, architecture in product(BATCHES, ARCHITECTURES):
-        pairs = [read_pair(root, architecture, size, seed) for seed in SEEDS]
-        for seed, pair in zip(SEEDS, pairs, strict=True):
+        found = [read_pair(root, architecture, size, seed) for seed in SEEDS]
+        for seed, pair in zip(SEEDS, found, strict=True):
             rows.append((label(architecture), size, str(seed), *_cells(pair)))
-        known = [pair for pair in pairs if pair is not None and not math.isnan(pair.difference)]
-        if len(known) == len(SEEDS):
-            rows.append((label(architecture), size, "mean", "", "", *_means(known), ""))
+        pairs = [pair for pair in found if pair is not None]
+        if len(pairs) == len(SEEDS):
+            rows.append((label(architecture), size, "mean", "", "", *_means(pairs), ""))
     return Table(head, rows, left=(0,))
 
 
@@ -135,10 +134,19 @@ def _cells(pair: Pair | None) -> tuple[str, ...]:
 
 
 def _means(pairs: list[Pair]) -> tuple[str, str]:
-    """Mean differences with the standard error over seeds; that of the validation losses with its verdict."""
-    found = []
-    for values in ([pair.difference for pair in pairs], [pair.training for pair in pairs]):
-        mean, error = fmean(values), stdev(values) / len(values) ** 0.5
-        found.append((mean, error, f"{mean:+.4f} ± {error:.4f}"))
-    mean, error, text = found[0]
-    return f"{text}: {'equal' if abs(mean) <= 2 * error and mean < LARGEST else 'not equal'}", found[1][2]
+    """Mean differences with the standard error over seeds; that of the validation losses with its 95 % interval and its
+    verdict. Without a run that diverged there is no mean; if it was one in 8 bits alone, they are not equal."""
+    if any(math.isnan(pair.difference) for pair in pairs):
+        worse = sum(math.isnan(pair.losses[1]) and not math.isnan(pair.losses[0]) for pair in pairs)
+        return (f"{worse} of {len(pairs)} diverged in fp8 alone: not equal" if worse else "no mean: diverged"), ""
+    differences = [pair.difference for pair in pairs]
+    mean, error = _mean(differences)
+    interval = mean_interval(differences)
+    verdict = "equal" if abs(mean) <= 2 * error and mean < LARGEST else "not equal"
+    text = bracketed(interval, "+.4f").replace("]", f"], ± {error:.4f}: {verdict}")
+    return text, "{:+.4f} ± {:.4f}".format(*_mean([pair.training for pair in pairs])).replace("-", "−")
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and its standard error."""
+    return fmean(values), stdev(values) / len(values) ** 0.5

@@ -1,20 +1,23 @@
-"""What is measured of a trained model before its weights are removed: its inside, and tasks in bf16 and 8 bits."""
+"""What is measured of a trained model before its weights are removed: norms and factors, tasks, the cost of 8 bits."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from angpt.config import Weights
-from angpt.models.folded import EIGHT_BITS
 from angpt.training.run import Run
 from experiments.evidence.protocol import Item
 
+FORMS: tuple[Weights, ...] = get_args(Weights)
+"""Formats of the matrices of folded models that are compared: they differ in nothing else."""
 
-def look_inside(item: Item, folder: Path, requests: Path | None) -> None:
+
+def look_inside(item: Item, folder: Path, requests: Path | None) -> bool:
     """Analyse the model of a run (analysis.json) and score requests of tasks, and the validation file, (eval/) with it
-    and, if the item says so, with its 8-bit forms (fp8/eval/, int8/eval/).
+    and, if the item says so, with its folded forms (full/eval/, fp8/eval/, int8/eval/).
 
-    What fails is named, and costs neither the run nor the rest."""
+    What fails is named, and costs neither the run nor the rest. Returns True if nothing failed."""
     from angpt.analysis.analyse import analyse
 
     steps: list[Callable[[], None]] = [lambda: analyse([folder]).write(folder / "analysis.json")]
@@ -22,12 +25,15 @@ def look_inside(item: Item, folder: Path, requests: Path | None) -> None:
         data = Path(Run(folder).config().data.path)
         steps.append(partial(score, folder, data, requests))
         if item.quantized:
-            steps += [partial(score_8_bits, folder, weights, data, requests) for weights in EIGHT_BITS]
+            steps += [partial(score_folded, folder, weights, data, requests) for weights in FORMS]
+    done = True
     for step in steps:
         try:
             step()
         except Exception as error:
+            done = False
             print(f"{folder}: not measured: {type(error).__name__}: {error}", flush=True)
+    return done
 
 
 def score(model: Path, data: Path, requests: Path) -> None:
@@ -36,15 +42,16 @@ def score(model: Path, data: Path, requests: Path) -> None:
     evaluate([model], data=[data], requests=requests)
 
 
-def score_8_bits(run: Path, weights: Weights, data: Path, requests: Path) -> None:
-    """Score the folded form of a run with 8-bit weights, in a folder inside the run, and remove its weights."""
+def score_folded(run: Path, weights: Weights, data: Path, requests: Path) -> None:
+    """Score the folded form of a run in a folder inside the run, and remove its weights."""
     from angpt.inference import store
     from angpt.inference.fold import fold
     from angpt.inference.quantize import quantize
     from angpt.inference.source import open_source
 
     source, folder = open_source(run), run / weights
-    model = quantize(fold(source.decoder()), weights)
+    model = fold(source.decoder())
+    model = model if weights == "full" else quantize(model, weights)
     store.save(folder, model, source.path, source.sha256(), source.training, source.tokenizer_path)
     try:
         score(folder, data, requests)

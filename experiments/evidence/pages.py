@@ -4,14 +4,16 @@ from pathlib import Path
 
 from angpt.present.style import styled
 from angpt.present.tables import replace_marked
-from experiments.evidence import eight_bits, figures, paper, relatives, sweeps, tables
+from experiments.evidence import eight_bits, figures, findings, paper, relatives, sweeps, tables
 from experiments.evidence.exhibits import exhibits
 from experiments.evidence.protocol import EVIDENCE
 from experiments.evidence.results import Results
 
 PAGES = (
     *(EVIDENCE / name for name in ("tuning.md", "report.md")),
-    *(EVIDENCE.parent / name for name in ("optimizers.md", "hyperparameters.md", "fp8.md", "inference.md")),
+    EVIDENCE.parents[1] / "README.md",
+    *(EVIDENCE.parent / f"{name}.md" for name in ("evidence", "results", "hyperparameters", "optimizers")),
+    *(EVIDENCE.parent / f"{name}.md" for name in ("fp8", "inference")),
 )
 
 
@@ -41,7 +43,8 @@ def marked(results: Results) -> dict[str, str]:
     made = {
         "state": tables.state(protocol),
         "trials": tables.trials(protocol),
-        "choice": tables.choice(protocol),
+        "choice": tables.choice(results),
+        "against": findings.against(results),
         "losses": tables.losses(results),
         "primary": tables.tests(results, results.primary, adjusted=True),
         "secondary": tables.tests(results, results.secondary, adjusted=False),
@@ -53,13 +56,23 @@ def marked(results: Results) -> dict[str, str]:
         "best-of": tables.best_of(protocol),
         "tasks": tables.tasks(results),
         "quantized": tables.quantized(results),
+        "defaults": tables.defaults(results),
+        "scaling": tables.scaling(results),
         "exhibits": exhibits(results),
         "rates": sweeps.rates(),
         "batches": sweeps.batches(),
         "batch-laws": sweeps.batch_laws(),
         "fp8": eight_bits.table(results.root),
     }
-    return {name: f"{table.markdown()}\n" for name, table in made.items()} | {
-        "tried": tables.tried(protocol),
-        "relatives": relatives.table(protocol.loss),
-    }
+    shown = {f"figure {name}": f"![{title}](figures/{name}.png)\n" for name, title in figures.titles(results).items()}
+    return (
+        {name: f"{table.markdown()}\n" for name, table in made.items()}
+        | shown
+        | {
+            "progress": findings.progress(results),
+            "findings": findings.findings(results),
+            "weaknesses": findings.weaknesses(results),
+            "tried": tables.tried(protocol),
+            "relatives": relatives.table(protocol.loss),
+        }
+    )

@@ -9,6 +9,8 @@ from angpt.stats import Interval
 
 HOLDS, WEAK, FAILS = "holds", "holds weaker", "does not hold"
 OPEN, NOT_RUN, NOT_HERE = "not told apart", "not run yet", "not testable here"
+DIVERGED = "diverged"
+"""No verdict, because a run that it needs has diverged."""
 WEAKER = 0.5
 SMALL = 0.005
 """Changes of the loss that the paper reports and that are smaller count as no effect."""
@@ -58,6 +60,17 @@ def judged(ours: Interval | None, theirs: float, none: float = 0.0) -> str:
     if effect < 0:
         return FAILS
     return HOLDS if effect >= WEAKER * abs(theirs - none) else WEAK
+
+
+def bound_judged(ours: Interval, relation: str, theirs: float) -> str:
+    """The same for a speed-up that may be only a bound: `>` says that it is larger than `ours`, `<` smaller."""
+    if relation == "=":
+        return judged(ours, theirs, 1.0)
+    if relation == "<":
+        return FAILS if ours.high is not None and ours.high < 1 else OPEN
+    if ours.low is None or ours.low <= 1:
+        return OPEN
+    return HOLDS if ours.mean >= 1 + WEAKER * (theirs - 1) else WEAK
 
 
 def change_judged(ours: Interval | None, theirs: float) -> str:

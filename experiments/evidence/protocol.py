@@ -36,6 +36,8 @@ from experiments.evidence.trials import (
 HERE = Path(__file__).resolve().parent
 EVIDENCE = HERE.parents[1] / "docs" / "evidence"
 TRIALS = EVIDENCE / "trials.json"
+KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
+"""Of the records of training steps, every tenth is stored, in a file of this name."""
 
 SEEDS = (1, 2, 3)
 BUDGETS = {"80M": ARMS, "160M": ARMS, "320M": ARMS}
@@ -252,12 +254,13 @@ class Protocol:
 
     def sensitivity(self) -> Iterator[Item]:
         """The chosen settings once more, and with one of them changed, on the tuning split with a fresh seed."""
-        for arm in ARMS:
-            yield self.again(arm, "chosen", {})
+        for arm in ARMS:  # a figure of the paper is the first moment of GPT+ with and without warm-up
+            moments = arm == "gpt+"
+            item = self.again(arm, "chosen", {"record_moments": moments})
+            yield dataclasses.replace(item, analysed=moments)
         for key, values in SENSITIVITY.items():
             for value, arm in product(values, ARMS):
                 if varies(arm, key, value):
-                    # The first moment of GPT+ without warm-up is a figure of the paper.
                     moments = (arm, key, value) == ("gpt+", "optimizer.warmup", "0")
                     changes = varied(key, value, self.chosen(arm).settings) | {"record_moments": moments}
                     item = self.again(arm, f"{key.rpartition('.')[2]}-{value}", changes)

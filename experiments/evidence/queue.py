@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from angpt.config import TrainConfig
-from angpt.models.folded import EIGHT_BITS
 from angpt.present.tables import Table
 from angpt.present.words import duration, plural
 from angpt.studies.jobs import Job, bring_to_end, ended
@@ -30,8 +29,8 @@ from angpt.training.reporter import Quiet
 from angpt.training.run import Run, Summary
 from angpt.training.trainer import Trainer
 from experiments.evidence import relatives
-from experiments.evidence.inside import look_inside
-from experiments.evidence.protocol import DATA, EVIDENCE, Item, Protocol
+from experiments.evidence.inside import FORMS, look_inside
+from experiments.evidence.protocol import DATA, EVIDENCE, KEPT_EVERY, STORED, Item, Protocol
 
 STAGES = {
     "tuning": "1 tuning trials",
@@ -57,8 +56,6 @@ ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
 """Analysis of a model, not measured at this size; scoring all tasks took 34 s."""
 MARGIN, RESERVE_SECONDS = 1.08, 8.0
 """A run is started if its estimate, times the margin, ends this long before the limit."""
-KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
-"""Of the records of training steps, every tenth is stored, in a file of this name."""
 ARCHIVE_BYTES = 15 << 20
 
 Adapt = Callable[[TrainConfig], TrainConfig]
@@ -90,7 +87,7 @@ class Speed:
         plan = make_plan(dataclasses.replace(item.config, device="cpu"))
         rate = self.by_model.get(_model(plan.config)) or self.flops / plan.flops_per_token
         steps = (1 - done) * plan.steps * plan.batch_tokens / rate
-        scored = item.evaluated * (1 + item.quantized * len(EIGHT_BITS))
+        scored = item.evaluated * (1 + item.quantized * len(FORMS))
         return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * scored
 
 
@@ -131,7 +128,7 @@ class Queue:
         plan = make_plan(dataclasses.replace(item.config, device="cpu"))
         done = newest_values(self.runs / item.folder).get("step", 0) / plan.steps if self._saved(item) else 0.0
         recent = [took / expected for expected, took in self.walls[-3:]]
-        return self.speed.seconds(item, done) * max([1.0, *recent])
+        return self.speed.seconds(item, done) * max(1.0, statistics.median(recent or [1.0]))
 
     def _saved(self, item: Item) -> bool:
         return any((self.runs / item.folder / "checkpoints").glob("step-*"))
@@ -158,7 +155,7 @@ class Queue:
             while True:
                 left, limit = seconds - RESERVE_SECONDS - (time.monotonic() - begin), None
                 called = (i for i in self.pending(stages) if i.stage in stages or i.stage not in ON_DEMAND)
-                ready = (i for i in called if startable(i) and i.folder not in failed)
+                ready = (i for i in called if not waits_for(i, requests) and i.folder not in failed)
                 first = next(ready, None)
                 item = next((i for i in chain([first], ready) if i and MARGIN * self.seconds(i) < left), None)
                 if item is None and carry_over and left > 4 * OVERHEAD_SECONDS:
@@ -177,8 +174,8 @@ class Queue:
                     self.walls.append((expected, took))
                 loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
-                pack(self.runs, archive, self.names)
-        pack(self.runs, archive, self.names)
+                pack(self.runs, archive, self.names, self.evidence)
+        pack(self.runs, archive, self.names, self.evidence)
         print("\n".join(self.lines(stages)), flush=True)
 
     def train(self, item: Item, limit: float | None, requests: Path | None, commit: str) -> Summary:
@@ -193,9 +190,8 @@ class Queue:
         if commit:
             summary = dataclasses.replace(summary, environment=summary.environment | {"commit": commit})
             Run(folder).write_summary(summary)
-        if item.analysed and summary.status == "finished":
-            look_inside(item, folder, requests)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        if summary.status == "diverged" or not item.analysed or look_inside(item, folder, requests):
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
         return summary
 
@@ -203,10 +199,7 @@ class Queue:
         """A row for each pending run: its expected time, and what it waits for."""
         rows = []
         for item in self.pending(stages):
-            waits = "runs that decide its settings" if item.provisional else ""
-            if not waits and not Path(item.config.data.path).exists():
-                waits = f"{item.config.data.path} ({plural(DATA.get(item.config.data.path, 1), 'part')} of the text)"
-            rows.append((str(item.folder), f"{self.seconds(item):.0f}", waits))
+            rows.append((str(item.folder), f"{self.seconds(item):.0f}", waits_for(item)))
         return Table(("run", "s", "waits for"), rows, left=(0, 2))
 
     def lines(self, stages: Sequence[str] = ()) -> list[str]:
@@ -220,9 +213,14 @@ class Queue:
         return [*lines, f"left in all: {plural(len(every), 'run')}, {duration(sum(every))}"]
 
 
-def startable(item: Item) -> bool:
-    """True if the settings of a run are decided and its tokens are there."""
-    return not item.provisional and Path(item.config.data.path).exists()
+def waits_for(item: Item, requests: Path | None = None) -> str:
+    """What a run needs before it can start; empty if nothing is missing."""
+    path = item.config.data.path if not item.provisional else ""
+    if item.provisional:
+        return "runs that decide its settings"
+    if not Path(path).exists():
+        return f"{path} ({plural(DATA.get(path, 1), 'part')} of the text)"
+    return "--requests, since its weights are removed" if item.evaluated and requests is None else ""
 
 
 @contextmanager
@@ -280,13 +278,15 @@ def stopped_after(seconds: float | None) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def pack(runs: Path, archive: Path, names: str = "*") -> None:
-    """Write the folders of all ended runs with such names, without weights, to a .tar file, whole or not at all."""
+def pack(runs: Path, archive: Path, names: str = "*", evidence: Path | None = None) -> None:
+    """Write the folders of all ended runs with such names, without weights, to a compressed .tar file, whole or not at
+    all; those that are in `evidence` already are left out."""
     part = archive.with_name(f".{archive.name}.part")
-    with tarfile.open(part, "w") as tar:
+    with tarfile.open(part, "w:gz", compresslevel=1) as tar:
         for summary in sorted(runs.glob("*/*/summary.json")):
             folder = summary.parent
-            if not fnmatch(folder.name, names) or ended(folder) is None:
+            known = evidence is not None and (evidence / folder.relative_to(runs) / summary.name).exists()
+            if known or not fnmatch(folder.name, names) or ended(folder) is None:
                 continue
             named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
             for file in [file for file in named if file.exists()] + sorted(folder.glob("**/eval/**/*.*")):

@@ -1,16 +1,21 @@
 """What the run folders of docs/evidence say: losses by arm, budget and seed, tests, speed-ups, ablations."""
 
+import gzip
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean, variance
+from typing import Any
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.claims import claims
 from angpt.config import Recipe
 from angpt.evaluation.results import Results as Evaluation
 from angpt.evaluation.results import read_results
+from angpt.present.words import quantity
 from angpt.results import Result, Row
 from angpt.stats import Difference, Interval, holm, welch_test
 from angpt.studies.folders import summarise_runs
@@ -24,10 +29,11 @@ from experiments.evidence.protocol import (
     MULTIPLIED,
     SEEDS,
     SENSITIVITY,
+    STORED,
     Protocol,
     varies,
 )
-from experiments.evidence.trials import ARCHITECTURES, ARMS, arm_name
+from experiments.evidence.trials import ARCHITECTURES, ARMS, TIE, arm_name
 
 SIGNIFICANT = 0.01
 EARLIER = EVIDENCE.parent / "analysis-32M" / "analysis.md"
@@ -45,6 +51,17 @@ class Comparison:
     """Mean loss of `two` minus that of `one`; None until both have all their seeds."""
     adjusted: float | None = None
     """P-value after Holm's correction over the primary comparisons."""
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A claim of the paper about the inside of its models, and what was found."""
+
+    paper: str
+    here: str
+    holds: bool
+    source: str
+    """The models that were analysed; empty for earlier ones than the final runs."""
 
 
 class Results:
@@ -88,9 +105,17 @@ class Results:
 
     @cached_property
     def secondary(self) -> list[Comparison]:
-        """nGPT against GPT+, and Muon against Adam: exploratory."""
+        """nGPT against GPT+, and Muon against Adam; at budgets with one seed also anGPT against GPT+: exploratory."""
         pairs = [("gpt+", "ngpt"), ("gpt+:muon", "ngpt:muon"), *((name, f"{name}:muon") for name in ARCHITECTURES)]
-        return [self.compare(one, two, budget) for budget in BUDGETS for one, two in pairs]
+        of_several = [self.compare(one, two, budget) for budget in BUDGETS for one, two in pairs]
+        pairs = [(f"gpt+{suffix}", f"angpt{suffix}") for suffix in ("", ":muon")] + pairs
+        of_one = [
+            self.compare(one, two, budget)
+            for budget, arms in LARGEST.items()
+            for one, two in pairs
+            if {one, two} <= {*arms}
+        ]
+        return of_several + of_one
 
     def summary(self, arms: Sequence[Recipe], baseline: Recipe) -> Result | None:
         """Means, changes, speed-ups and costs of some arms, each at the budgets at which all its seeds have finished;
@@ -121,19 +146,28 @@ class Results:
         rows = result.rows if result else ()
         return next((row for row in rows if row.architecture == recipe and row.budget == budget), None)
 
-    def mean_speed_up(self, recipe: Recipe) -> Interval | None:
-        """The paper's measure: the mean over the planned budgets of the speed-up over GPT+; None if one is missing or
-        only bounded. Its interval has the means of their ends, which share the errors of the curve of GPT+."""
-        planned = [budget for budget, arms in {**BUDGETS, **LARGEST}.items() if recipe in arms]
-        rows = [self.row(recipe, budget, self.with_adam) for budget in planned]
-        known = [
-            row.speedup_tokens for row in rows if row and row.speedup_tokens and row.speedup_tokens.relation == "="
-        ]
-        if len(known) < len(planned):
+    def mean_speed_up(self, recipe: Recipe) -> tuple[Interval, str] | None:
+        """The paper's measure: the mean over budgets of the speed-up over GPT+, and its relation: a number (=) or, if
+        some of them are only bounds, a bound (> or <). None if one is missing, or if there are bounds of both kinds.
+
+        The longest runs of GPT+ only extend its curve. The interval has the means of the ends over budgets, which share
+        the errors of this curve; a bound counts as its own end."""
+        rows = [self.row(recipe, budget, self.with_adam) for budget in BUDGETS]
+        found = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
+        relations = {s.relation for s in found} - {"="}
+        if len(found) < len(rows) or len(relations) > 1:
             return None
-        ends = [(s.low, s.high) for s in known if s.low is not None and s.high is not None]
-        low, high = (sum(e) / len(e) for e in zip(*ends, strict=True)) if len(ends) == len(known) else (None, None)
-        return Interval(sum(s.value for s in known) / len(known), low, high)
+        lows = [s.low if s.relation == "=" else s.value for s in found]
+        highs = [s.high if s.relation == "=" else s.value for s in found]
+        low, high = (None if None in ends else fmean(x for x in ends if x is not None) for ends in (lows, highs))
+        return Interval(fmean(s.value for s in found), low, high), next(iter(relations), "=")
+
+    @cached_property
+    def tie(self) -> float:
+        """Differences of single runs up to this are ties: 2√2 standard deviations over seeds, once all arms have their
+        seeds at the smallest budget."""
+        groups = [self.complete(arm, next(iter(BUDGETS))) for arm in ARMS]
+        return 2 * math.sqrt(2 * fmean(variance(losses) for losses in groups)) if all(groups) else TIE
 
     def overhead(self, recipe: Recipe) -> Interval | None:
         """Time per step over that of GPT+ in the final runs, minus 1."""
@@ -154,24 +188,39 @@ class Results:
         return {seed: loss for seed, loss in self.losses(recipe, budget).items() if seed in ABLATION_SEEDS}
 
     @cached_property
-    def claims(self) -> list[tuple[str, str, bool]]:
-        """Claims of the paper about the inside of its models: its words, what was measured, whether it holds."""
-        analyses = [Analysis.read(path) for path in sorted(self.root.glob(f"final/*-{INSIDE[0]}-s1/analysis.json"))]
-        analyses += [Analysis.read(path) for path in sorted(self.root.glob("sensitivity/*/analysis.json"))]
-        if runs := tuple(run for analysis in analyses for run in analysis.runs):
-            return [(claim.paper, claim.here, claim.holds) for claim in claims(Analysis(runs))]
-        table = EARLIER.read_text(encoding="utf-8").partition("| the paper |")[2].partition("\n\n")[0]
-        cells = [line.replace("\\|", "¦").split(" | ") for line in table.splitlines()[2:]]
-        return [(c[0].removeprefix("| "), c[2].replace("¦", "|"), c[3].startswith("yes")) for c in cells]
+    def claims(self) -> list[Claimed]:
+        """Claims of the paper about the inside of its models, judged by the first seed of the final runs, or by earlier
+        models until these are analysed."""
+        budget = next((b for b in INSIDE if any(self.root.glob(f"final/*-{b}-s{SEEDS[0]}/analysis.json"))), None)
+        if budget is None:
+            table = EARLIER.read_text(encoding="utf-8").partition("| the paper |")[2].partition("\n\n")[0]
+            cells = [line.replace("\\|", "¦").split(" | ") for line in table.splitlines()[2:]]
+            return [Claimed(c[0].removeprefix("| "), c[2].replace("¦", "|"), c[3].startswith("yes"), "") for c in cells]
+        finals = self._judged(f"final/*-{budget}-s{SEEDS[0]}", f"final runs, {budget}, one seed")
+        warm_up = [name for name in ("chosen", "warmup-0") if (self.sensitivity(name) / "analysis.json").exists()]
+        both = [] if len(warm_up) < 2 else self._judged("sensitivity/gpt+-adam-*", "80M, tuning split, one seed")
+        return [*finals, *(claim for claim in both if claim.paper.startswith("Without warm-up"))]
 
-    @property
-    def analysed(self) -> bool:
-        return any(self.root.glob("final/*/analysis.json"))
+    def sensitivity(self, name: str) -> Path:
+        """The folder of a sensitivity run of GPT+ with Adam."""
+        return self.root / "sensitivity" / f"gpt+-adam-{name}"
 
-    def tasks(self, recipe: Recipe) -> Evaluation | None:
-        """The tasks of an arm at the largest budget at which it was evaluated."""
-        found = (self.evaluated(recipe, budget) for budget in reversed(INSIDE))
-        return next((results for results in found if results is not None), None)
+    def _judged(self, folders: str, source: str) -> list[Claimed]:
+        analyses = (Analysis.read(path) for path in sorted(self.root.glob(f"{folders}/analysis.json")))
+        found = claims(Analysis(tuple(run for analysis in analyses for run in analysis.runs)))
+        return [Claimed(claim.paper, claim.here, claim.holds, source) for claim in found]
+
+    def with_defaults(self, recipe: Recipe, budget: str) -> tuple[bool, float | None]:
+        """Whether the defaults of `angpt train` differ from the chosen settings of an arm, and the loss with them."""
+        items = (item for item in self.protocol.files() if item.stage == "defaults")
+        names = {(item.config.recipe, quantity(float(item.config.tokens))): item.name for item in items}
+        if name := names.get((recipe, budget)):
+            return True, self.protocol.loss("defaults", name)
+        return False, self.losses(recipe, budget)[SEEDS[0]]
+
+    def tasks_budget(self) -> str | None:
+        """The largest budget at which both arms of the paper's table of tasks were evaluated."""
+        return next((b for b in reversed(INSIDE) if all(self.evaluated(arm, b) for arm in ("gpt+", "angpt"))), None)
 
     def evaluated(self, recipe: Recipe, budget: str, weights: str = "") -> Evaluation | None:
         """The tasks of the first seed of an arm, with 8-bit weights if their format is named; None without tasks."""
@@ -188,3 +237,9 @@ def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
     own = "x1" if key in MULTIPLIED else f"{chosen.settings.get(key, 0.0):g}"
     again = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
     return dict(sorted((found | {own: again}).items(), key=lambda item: float(item[0].lstrip("x")))) if found else {}
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The stored records of a run."""
+    with gzip.open(folder / STORED, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

@@ -1,24 +1,32 @@
 """Tables of docs/evidence, computed from its run folders. Runs that are missing are said to be missing."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
 
-from angpt.config import Recipe
+from angpt.config import Recipe, TrainConfig
 from angpt.evaluation.results import lines, with_error
-from angpt.models.folded import EIGHT_BITS
+from angpt.evaluation.tasks import TASKS
 from angpt.present.tables import Table
 from angpt.present.words import NONE, bracketed, label, overhead, quantity, speedup
 from angpt.studies.jobs import ended
+from angpt.training.plan import make_plan
 from experiments.evidence import paper
-from experiments.evidence.protocol import BUDGETS, INSIDE, LARGEST, QUANTIZED, SENSITIVITY, Protocol
+from experiments.evidence.inside import FORMS
+from experiments.evidence.protocol import BUDGETS, INSIDE, LARGEST, QUANTIZED, SEEDS, SENSITIVITY, Protocol
 from experiments.evidence.queue import STAGES
 from experiments.evidence.results import SIGNIFICANT, Comparison, Results, curve
-from experiments.evidence.trials import ARMS, TIE, TRIED, Trial, arm_name, best_trial, edges_of
+from experiments.evidence.trials import ARMS, TRIED, Trial, arm_name, best_trial, edges_of
 
 GUESS = math.log(50_304)
 """Loss of a uniform guess; that of a run that diverged in means over trials."""
 SHOWN_TRIALS = (1, 2, 4, 8, 12)
+BASELINES: tuple[Recipe, ...] = ("gpt+", "gpt+:muon")
+DEFAULTS, NEAR = ("80M", "320M"), 0.02
+"""Budgets at which the defaults are compared with the chosen settings, and the difference that is small enough."""
+SCALED: tuple[Recipe, ...] = ("gpt+", "angpt", "gpt+:muon", "angpt:muon")
+"""Arms that are trained at other sizes, and scored on tasks."""
 
 
 def state(protocol: Protocol) -> Table:
@@ -65,22 +73,22 @@ def trials(protocol: Protocol) -> Table:
     return Table(("trial", "settings", "tuning loss"), rows, left=(0, 1))
 
 
-def choice(protocol: Protocol) -> Table:
+def choice(results: Results) -> Table:
     """The best trial of each arm, ties, and what the edge rule says."""
-    rows = []
+    rows, protocol = [], results.protocol
     for arm in ARMS:
         found = protocol.trials(arm, protocol.extended)
         best, ran = best_trial(found), [trial for trial in found if trial.loss is not None]
         if best is None or best.loss is None:
             rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", "", "not run yet", "", "", ""))
             continue
-        near = [t.name for t in ran if t is not best and t.loss is not None and t.loss <= best.loss + TIE]
+        near = [t.name for t in ran if t is not best and t.loss is not None and t.loss <= best.loss + results.tie]
         sides = [edge_words(protocol.edges(arm)), edge_words(edges_of(found)) if protocol.tuned else ""]
         cells = best.name, shown(best.loss), ", ".join(near) or NONE, *sides
         rows.append((arm_name(arm), f"{len(ran)} of {len(found)}", *cells))
     note = "Chosen." if protocol.tuned else "So far: settings are chosen when every trial has ended."
     edges = f"edge, of the first {TRIED}", "edge, of all"
-    columns = ("arm", "trials", "best", "tuning loss", f"within {TIE:g} of it", *edges)
+    columns = ("arm", "trials", "best", "tuning loss", f"within {results.tie:.2g} of it", *edges)
     return Table(columns, rows, note=note, left=(0, 2, 4, 5, 6))
 
 
@@ -118,6 +126,7 @@ def tests(results: Results, found: Sequence[Comparison], adjusted: bool) -> Tabl
         p = c.adjusted if adjusted else c.difference.p_value
         better = label(c.two if c.difference.estimate.mean < 0 else c.one)
         verdict = f"{better} is better" if p is not None and p < SIGNIFICANT else "not told apart"
+        verdict = "one seed: no test" if p is None else verdict
         numbers = [probability(c.difference.p_value), *([probability(c.adjusted)] if adjusted else [])]
         rows.append((pair, c.budget, bracketed(c.difference.estimate, "+.4f"), *numbers, verdict))
     columns = ("", "tokens", "difference", "p", *(["p, Holm"] if adjusted else []), "")
@@ -125,7 +134,7 @@ def tests(results: Results, found: Sequence[Comparison], adjusted: bool) -> Tabl
 
 
 def probability(p: float | None) -> str:
-    return NONE if p is None else f"{p:.1g}" if p < 0.001 else f"{p:.3f}"
+    return NONE if p is None else f"{p:.1g}" if p < 0.001 else f"{p:.4f}" if p < 2 * SIGNIFICANT else f"{p:.3f}"
 
 
 def speed_ups(results: Results) -> Table:
@@ -142,41 +151,56 @@ def speed_ups(results: Results) -> Table:
                     (label(arm), budget, "diverged" if results.diverged(arm, budget) else "not run yet", "", "")
                 )
                 continue
-            found = same.speedup_tokens, same.speedup_seconds, adam.speedup_tokens
-            rows.append((label(arm), budget, *(speedup(**vars(s)) if s else NONE for s in found)))
-    same_optimizer = ("in tokens", "in time")
-    return Table(("", "tokens", *same_optimizer, "in tokens, over GPT+ with Adam"), rows)
+            found = [same.speedup_tokens, same.speedup_seconds, *([adam.speedup_tokens] if ":" in arm else [])]
+            cells = [speedup(**vars(s)) if s else "not told from 1" for s in found]
+            rows.append((label(arm), budget, *cells, *[""] * (3 - len(cells))))
+    gone = [f"{label(arm)} at {b}" for b in (*BUDGETS, *LARGEST) for arm in BASELINES if results.diverged(arm, b)]
+    note = f"Diverged, so that the curve has no point there: {', '.join(gone)}." if gone else ""
+    columns = ("", "tokens", "in tokens", "in time", "in tokens, over GPT+ with Adam")
+    return Table(columns, rows, note=note)
 
 
-def finite(found: dict[int, float | None]) -> list[float]:
+Losses = dict[int, float | None]
+"""Losses by seed: infinite if it diverged, None if it has not run."""
+
+
+def finite(found: Losses) -> list[float]:
     """The losses if all have finished."""
     known = [loss for loss in found.values() if loss is not None and loss < math.inf]
     return known if len(known) == len(found) else []
 
 
-def seeds(found: dict[int, float | None]) -> str:
+def seeds(found: Losses) -> str:
     known = [shown(loss, 3) for loss in found.values() if loss is not None]
     return ", ".join(known) or "not run yet"
 
 
 def ablation(results: Results) -> Table:
     """The paper's table of ablations beside ours; changes are relative to anGPT."""
-    base, theirs = finite(results.ablation("angpt")), paper.ABLATION["angpt"]
+    base, theirs = results.ablation("angpt"), paper.ABLATION["angpt"]
     rows = []
     for name, loss in paper.ABLATION.items():
         recipe, _, tokens = name.partition(", ")
         budget = {"half the tokens": "40M", "twice the tokens": "160M"}.get(tokens, "80M")
-        found = results.ablation(recipe, budget)
-        diverged = any(value == math.inf for value in found.values())
-        ours, change = results.change(finite(found), base), loss / theirs - 1
+        found, change = results.ablation(recipe, budget), loss / theirs - 1
         of_paper = "NaN" if loss == math.inf else f"{loss:.3f} ({percent_change(change)})"
-        verdict = paper.change_judged(ours, change) if name != "angpt" else ""
-        if diverged:
-            verdict = paper.HOLDS if loss > 2 * theirs else paper.FAILS
-        elif loss == math.inf and ours is not None:
-            verdict = paper.FAILS
-        rows.append((_name(name), of_paper, seeds(found), overhead(ours, 2) if ours else "", verdict))
+        cells = ("", "") if name == "angpt" else changed(results, found, base, change)
+        rows.append((_name(name), of_paper, seeds(found), *cells))
     return Table(("", "paper, 0.5B, 10B tokens", "ours, 32M, 80M tokens", "change", ""), rows, left=(0, 4))
+
+
+def changed(results: Results, found: Losses, base: Losses, theirs: float) -> tuple[str, str]:
+    """The change of the loss, and whether it agrees with that of the paper: infinite if the paper's run diverged."""
+    if math.inf in base.values():
+        return "", paper.DIVERGED
+    if math.inf in found.values():
+        return "", paper.HOLDS if theirs > 1 else paper.FAILS
+    ours = results.change(finite(found), finite(base))
+    if ours is None:
+        return "", paper.NOT_RUN
+    if theirs == math.inf:  # ours did not diverge, but may be worse
+        return overhead(ours, 2), paper.WEAK if ours.low is not None and ours.low > 0 else paper.FAILS
+    return overhead(ours, 2), paper.change_judged(ours, theirs)
 
 
 def _name(name: str) -> str:
@@ -192,10 +216,9 @@ def improvements(results: Results, base: Recipe, of_paper: dict[str, float]) -> 
     """A figure of the paper with improvements in per cent over a baseline, beside ours."""
     rows = [(label(base), "", seeds(results.ablation(base)), "", "")]
     for recipe, theirs in of_paper.items():
-        found = results.ablation(recipe)
-        ours = results.change(finite(found), finite(results.ablation(base)))
-        cells = percent_change(-theirs / 100), seeds(found), overhead(ours, 2) if ours else ""
-        rows.append((label(recipe), *cells, paper.change_judged(ours, -theirs / 100)))
+        found, change = results.ablation(recipe), -theirs / 100
+        cells = changed(results, found, results.ablation(base), change)
+        rows.append((label(recipe), percent_change(change), seeds(found), *cells))
     return Table(("", "paper", "ours", "change", ""), rows, left=(0, 4))
 
 
@@ -208,12 +231,21 @@ def sensitivity(protocol: Protocol) -> Table:
             losses = curve(protocol, arm, key)
             found = {value: loss for value, loss in losses.items() if loss is not None}
             text = ", ".join(f"{value.replace('x', '× ')}: {shown(loss, 3)}" for value, loss in found.items())
+            missing = [value.replace("x", "× ") for value, loss in losses.items() if loss is None]
+            if missing and found:
+                text += f" (not run yet: {', '.join(missing)})"
             worst = max(found.values(), default=math.nan)
-            cost = f"{worst - chosen:+.3f}" if chosen is not None and len(found) > 1 and worst < math.inf else ""
-            known = text if chosen is not None and len(found) > 1 else "not run yet"
+            known = chosen is not None and chosen < math.inf and len(found) > 1
+            cost = (
+                "" if not known or chosen is None else "diverges" if worst == math.inf else difference(worst - chosen)
+            )
             if losses:
-                rows.append((label(arm), key.rpartition(".")[2], known, cost))
+                rows.append((label(arm), key.rpartition(".")[2], text or "not run yet", cost))
     return Table(("", "setting", "tuning loss at each value", "worst − chosen"), rows, left=(0, 1, 2))
+
+
+def difference(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def expected_best(values: Sequence[float], count: int) -> float:
@@ -237,24 +269,57 @@ def best_of(protocol: Protocol) -> Table:
 
 
 def tasks(results: Results) -> Table:
-    """The paper's table of tasks beside ours."""
-    models = {name: results.tasks(name) for name in ("gpt+", "angpt", "gpt+:muon", "angpt:muon")}
+    """The paper's table of tasks beside ours, all at the same budget."""
+    budget = results.tasks_budget()
+    models = [results.evaluated(name, budget) if budget else None for name in SCALED]
     rows = []
-    for task, (theirs, theirs_angpt) in paper.TASKS.items():
-        cells = []
-        for found in models.values():
-            value = found.task(task) if found else None
+    for name, (theirs, theirs_angpt) in paper.TASKS.items():
+        cells, task = [], TASKS[name]
+        for found in models:
+            value = found.task(name) if found else None
             error = f" ± {value.stderr:.3g}" if value and value.stderr else ""
             cells.append(f"{value.value:.3g}{error}" if value else "not run yet")
-        rows.append((task, f"{theirs:g}", f"{theirs_angpt:g}", *cells))
-    return Table(("", "GPT+, paper, 1B", "anGPT, paper, 1B", *(f"{label(name)}, 32M" for name in models)), rows)
+        title = f"{task.label}, {task.metric.replace('_', ' ')} {'↑' if task.higher else '↓'}"
+        rows.append((title, f"{theirs:g}", f"{theirs_angpt:g}", *cells))
+    ours = [f"{label(name)}, 32M{f', {budget}' if budget else ''}" for name in SCALED]
+    return Table(("", "GPT+, paper, 1B", "anGPT, paper, 1B", *ours), rows)
+
+
+def defaults(results: Results) -> Table:
+    """Losses with the defaults of `angpt train` beside those with the chosen settings, first seed."""
+    rows = []
+    for budget in DEFAULTS:
+        for arm in ARMS:
+            tuned = results.losses(arm, budget)[SEEDS[0]]
+            differ, own = results.with_defaults(arm, budget)
+            cost, near = "", ""
+            if own is not None and tuned is not None and math.isfinite(own - tuned):
+                cost, near = difference(own - tuned), "yes" if own - tuned <= NEAR else "no"
+            cells = shown(tuned, 3), shown(own, 3) if differ else "the same settings", cost, near
+            rows.append((label(arm), budget, *cells))
+    return Table(("", "tokens", "chosen", "defaults", "defaults − chosen", f"within {NEAR:g}"), rows)
+
+
+def scaling(results: Results) -> Table:
+    """Losses of other sizes with the defaults, one seed; parameters and tokens are those of GPT+."""
+    items = [item for item in results.protocol.files() if item.stage == "scaling"]
+    losses = {(_size(item.config), item.config.recipe): results.protocol.loss(item.stage, item.name) for item in items}
+    rows = []
+    for item in (item for item in items if item.config.recipe == SCALED[0]):
+        plan = make_plan(dataclasses.replace(item.config, device="cpu"))
+        place = quantity(plan.parameters), quantity(plan.steps * plan.batch_tokens)
+        rows.append((*place, *(shown(losses[_size(item.config), arm], 3) for arm in SCALED)))
+    return Table(("parameters", "tokens", *map(label, SCALED)), rows)
+
+
+def _size(config: TrainConfig) -> tuple[int, int]:
+    return config.model.d_model, config.model.n_layers
 
 
 def quantized(results: Results) -> Table:
-    """Loss and tasks of the same models with matrices in bf16 and in 8 bits."""
-    forms = ("bf16", *EIGHT_BITS)
-    columns = [f"{label(arm)}, {form}" for arm in QUANTIZED for form in forms]
-    found = [results.evaluated(arm, INSIDE[0], "" if form == "bf16" else form) for arm in QUANTIZED for form in forms]
+    """Loss and tasks of the same folded models with matrices in bf16 (full) and in 8 bits."""
+    columns = [f"{label(arm)}, {form.replace('full', 'bf16')}" for arm in QUANTIZED for form in FORMS]
+    found = [results.evaluated(arm, INSIDE[0], form) for arm in QUANTIZED for form in FORMS]
     known = [each for each in found if each is not None]
     if len(known) < len(found):
         return Table(("", *columns), [("loss, seven tasks", *["not run yet"] * len(columns))])

@@ -1,0 +1,165 @@
+"""What the final runs say, in sentences: first what speaks against anGPT, then the rest."""
+
+import math
+
+from angpt.config import Recipe
+from angpt.present.tables import Table
+from angpt.present.words import bracketed, label, listed, plural
+from angpt.stats import Interval
+from experiments.evidence import paper
+from experiments.evidence.protocol import BUDGETS, LARGEST, SEEDS, SENSITIVITY, SHARED
+from experiments.evidence.results import SIGNIFICANT, Comparison, Results, records
+from experiments.evidence.tables import DEFAULTS, difference, probability
+from experiments.evidence.trials import ARMS, arm_name, best_trial
+
+YES, NO = "**yes**", "no"
+
+
+def progress(results: Results) -> str:
+    """How many of the final runs have ended, in a sentence."""
+    every = [loss for b, arms in {**BUDGETS, **LARGEST}.items() for a in arms for loss in results.losses(a, b).values()]
+    done = sum(loss is not None for loss in every)
+    if not done:
+        return f"None of its {len(every)} final runs has started: no conclusion is possible yet.\n"
+    return (
+        f"{done} of its {len(every)} final runs have ended{'.' if done == len(every) else ': the rest is missing.'}\n"
+    )
+
+
+def findings(results: Results) -> str:
+    """The outcome of the primary comparisons as a list, the worst for anGPT first."""
+    worse, open_, better, diverged, missing = [], [], [], [], 0
+    for c in results.primary:
+        pair = f"{label(c.two)} and {label(c.one)} at {c.budget}"
+        gone = [f"{label(arm)} at {c.budget}" for arm in (c.one, c.two) if results.diverged(arm, c.budget)]
+        diverged += [name for name in gone if name not in diverged]
+        if c.difference is None:
+            missing += not gone
+        elif c.adjusted is None or c.adjusted >= SIGNIFICANT:
+            open_.append(pair)
+        else:
+            text = f"{label(c.two)} against {label(c.one)} at {c.budget}: {bracketed(c.difference.estimate, '+.4f')}, "
+            text += f"p = {probability(c.adjusted)}"
+            (worse if c.difference.estimate.mean > 0 else better).append(text)
+    lines = [f"- **{text}: anGPT is worse.**" for text in worse]
+    lines += [f"- Diverged, and therefore not compared: {listed(diverged)}."] if diverged else []
+    lines += [f"- Not told apart: {'; '.join(open_)}."] if open_ else []
+    lines += [f"- {text}: anGPT is better." for text in better]
+    if missing:
+        lines.append(f"- {plural(missing, 'comparison')} of {len(results.primary)} have not run yet.")
+    return "\n".join(lines) + "\n"
+
+
+def against(results: Results) -> Table:
+    """What would count against anGPT, by the protocol, and whether it was found."""
+    primary = {(c.one, c.two, c.budget): c for c in results.primary}
+    rows = [("its mean loss is higher than that of GPT+ or nGPT, p < 0.01", *_worse(results))]
+    for suffix in ("", ":muon"):
+        with_muon = " with Muon" if suffix else ""
+        found = [primary[f"ngpt{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
+        same = [c.budget for c in found if c.adjusted is not None and c.adjusted >= SIGNIFICANT]
+        known = all(c.difference for c in found)
+        verdict = YES if same else NO if known else paper.NOT_RUN
+        rows.append((f"it is not told apart from nGPT{with_muon}", f"at {listed(same)}" if same else "", verdict))
+        own = [primary[f"gpt+{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
+        rows.append((f"its lead over GPT+{with_muon} shrinks with the budget, or is gone at 320M", *_shrinks(own)))
+    rows.append(("it is faster than GPT+ in tokens, but not in time", *_time(results)))
+    rows.append(("it loses its lead over GPT+ with another stored scale, or with the defaults", *_settings(results)))
+    rows.append(("its lead over GPT+ is there with one optimizer only", *_one_optimizer(results)))
+    return Table(("what would count against anGPT", "found", ""), rows, left=(0, 1, 2))
+
+
+def _worse(results: Results) -> tuple[str, str]:
+    found = [c for c in results.primary if c.adjusted is not None and c.adjusted < SIGNIFICANT]
+    worse = [f"{label(c.one)} at {c.budget}" for c in found if c.difference and c.difference.estimate.mean > 0]
+    known = all(c.difference for c in results.primary)
+    return listed(worse), YES if worse else NO if known else paper.NOT_RUN
+
+
+def _shrinks(found: list[Comparison]) -> tuple[str, str]:
+    """The difference at the smallest and the largest budget; it shrinks if its change is larger than both intervals."""
+    first, last = found[0], found[-1]
+    if first.difference is None or last.difference is None:
+        return "", paper.NOT_RUN
+    one, two = first.difference.estimate, last.difference.estimate
+    text = f"{bracketed(one, '+.3f')} at {first.budget}, {bracketed(two, '+.3f')} at {last.budget}"
+    gone = last.adjusted is None or last.adjusted >= SIGNIFICANT or two.mean > 0
+    change, noise = two.mean - one.mean, math.hypot(_half(one), _half(two))
+    return text, YES if gone or change > noise else NO
+
+
+def _half(interval: Interval) -> float:
+    return math.inf if interval.low is None or interval.high is None else (interval.high - interval.low) / 2
+
+
+def _time(results: Results) -> tuple[str, str]:
+    found, known = [], True
+    for suffix, result in (("", results.with_adam), (":muon", results.with_muon)):
+        for budget in BUDGETS:
+            row = results.row(f"angpt{suffix}", budget, result)
+            known = known and row is not None
+            if row is None or row.speedup_tokens is None or row.speedup_seconds is None:
+                continue
+            both = row.speedup_tokens, row.speedup_seconds
+            tokens, seconds = (s.low if s.relation == "=" else s.value for s in both)
+            if tokens is not None and seconds is not None and tokens > 1 >= seconds:
+                found.append(f"{label(f'angpt{suffix}')} at {budget}")
+    return listed(found), YES if found else NO if known else paper.NOT_RUN
+
+
+def _settings(results: Results) -> tuple[str, str]:
+    """Against GPT+ with its chosen settings, the same seed and text; with defaults, on the validation file."""
+    protocol, pairs = results.protocol, []
+    for suffix in ("", ":muon"):
+        arm, base = f"angpt{suffix}", f"gpt+{suffix}"
+        chosen = protocol.loss("sensitivity", f"{arm_name(base)}-chosen")
+        for value in SENSITIVITY["model.stored_scale"]:
+            ours = protocol.loss("sensitivity", f"{arm_name(arm)}-stored_scale-{value}")
+            pairs.append((f"{label(arm)}, stored scale × {value[1:]}", ours, chosen))
+        for budget in DEFAULTS:
+            ours, theirs = results.with_defaults(arm, budget)[1], results.losses(base, budget)[SEEDS[0]]
+            pairs.append((f"{label(arm)}, defaults at {budget}", ours, theirs))
+    known = [(title, ours, theirs) for title, ours, theirs in pairs if ours is not None and theirs is not None]
+    lost = [
+        f"{title}: {'diverged' if ours == math.inf else difference(ours - theirs)}"
+        for title, ours, theirs in known
+        if ours >= theirs
+    ]
+    return "; ".join(lost), YES if lost else NO if len(known) == len(pairs) else paper.NOT_RUN
+
+
+def _one_optimizer(results: Results) -> tuple[str, str]:
+    last = [*BUDGETS][-1]
+    found: dict[Recipe, bool | None] = {}
+    for c in results.primary:
+        if c.budget == last and c.one.startswith("gpt+"):
+            known = c.difference is not None and c.adjusted is not None
+            lead = known and c.difference is not None and c.difference.estimate.mean < 0
+            found[c.two] = (lead and (c.adjusted or 0.0) < SIGNIFICANT) if known else None
+    if None in found.values():
+        return "", paper.NOT_RUN
+    text = ", ".join(f"{label(arm)}: {'leads' if leads else 'does not lead'}" for arm, leads in found.items())
+    return f"at {last}, {text}", YES if len(set(found.values())) > 1 else NO
+
+
+def weaknesses(results: Results) -> str:
+    """What is known of the best trials that may favour an arm: the memory of decay, and the share of clipped steps."""
+    protocol = results.protocol
+    lines, shares = [], {}
+    for arm in ARMS:
+        if (best := best_trial(protocol.trials(arm, protocol.extended))) is None:
+            continue
+        steps = [r for r in records(results.root / "tuning" / best.name) if r["kind"] == "train"]
+        shares[arm] = sum(r["grad_norm"] > 1 for r in steps) / max(1, len(steps))
+        if arm == "gpt+":
+            memory = 1 / (best.settings["optimizer.lr"] * best.settings["optimizer.weight_decay"])
+            short, long = (f"{100 * memory * SHARED['batch_tokens'] / tokens:.0f} %" for tokens in (80e6, 640e6))
+            lines.append(
+                "- Only GPT+ has a setting that counts in steps: in its best trial with Adam, decay forgets a weight "
+                f"within 1/(lr·λ) = {memory:.0f} steps, {short} of a run of 80M tokens and {long} of one of 640M."
+            )
+    clipped = ", ".join(f"{label(arm)} {100 * share:.0f} %" for arm, share in shares.items())
+    lines.append(
+        f"- Gradients are clipped at 1 in all arms; the best trials clipped these shares of their steps: {clipped}."
+    )
+    return "\n".join(lines) + "\n"
