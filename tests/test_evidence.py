@@ -19,7 +19,6 @@ from angpt.analysis.analyse import Analysis
 from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
-from angpt.evaluation.requests import Origin, Requests
 from angpt.evaluation.results import read_results
 from angpt.present.words import bracketed
 from angpt.serialization import read_toml
@@ -27,7 +26,7 @@ from angpt.stats import Interval
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
-from experiments.evidence import pages, paper, queue, relatives, tables, tokens
+from experiments.evidence import inside, pages, paper, queue, relatives, tables, tokens
 from experiments.evidence.__main__ import main
 from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, Protocol
 from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
@@ -120,7 +119,9 @@ def trained(monkeypatch):
     def bring_to_end(job, reporter):
         order.append(job.folder.relative_to(job.folder.parents[1]).as_posix())
         write(job.folder, job.config)
-        (job.folder / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 9, "loss": 4.5, "grad_norm": 1.5}\n')
+        (job.folder / "metrics.jsonl").write_text(
+            '{"kind": "train", "step": 1, "tokens": 9, "loss": 4.5, "grad_norm": 1.5}\n'
+        )
         return Run(job.folder).summary()
 
     monkeypatch.setattr(queue, "bring_to_end", bring_to_end)
@@ -345,10 +346,7 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     assert (relatives.muon.descend_, relatives.Optimizer.update) == (relatives.ORIGINAL[1], relatives.ORIGINAL[2])
 
     item = next(q.pending(["tuning"]))
-    origin = Origin("piqa", "data", None, "0.4", "tokenizer")
-    scored = tmp_path / "requests"
-    scored.mkdir()
-    Requests.of(origin, 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])]).save(scored / "piqa.safetensors")
+    scored = tokens.make_up_requests(tmp_path / "requests")
     inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True, quantized=True)
     q.train(inside, None, scored, "")
     folder = tmp_path / "runs" / "tuning" / "inside"
@@ -378,6 +376,37 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
         assert not [name for name in names if name.startswith(str(item.folder))]
     again = q.train(longer, 1.0, None, "")
     assert again.step > stopped.step
+
+
+def test_runs_that_are_scored_wait_for_requests(tmp_path):
+    tuned(tmp_path / "evidence")
+    tokens.make_up(tmp_path)
+    q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
+    item = next(item for item in q.pending(["final"]) if item.evaluated)
+    assert queue.waits_for(item) == "--requests, since its weights are removed"
+    assert queue.waits_for(item, tmp_path) == ""
+    assert "(4 parts of the text)" in queue.waits_for(next(Queue(tmp_path, tmp_path / "evidence").pending(["final"])))
+
+
+def test_weights_stay_if_what_needs_them_failed(tmp_path, monkeypatch, capsys):
+    tokens.make_up(tmp_path)
+    q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
+    item = dataclasses.replace(next(q.pending(["tuning"])), analysed=True, evaluated=True)
+    monkeypatch.setattr(inside, "score", lambda *_: 1 / 0)
+    q.train(item, None, tokens.make_up_requests(tmp_path / "requests"), "")
+    assert "not measured: ZeroDivisionError" in capsys.readouterr().out
+    assert (tmp_path / "runs" / item.folder / "analysis.json").exists()
+    assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
+
+
+def test_the_command_for_metrics_names_the_runs_that_are_scored(tmp_path):
+    tuned(tmp_path)
+    assert "{gpt+,angpt}{,-muon}-{320,640}M-s1 {gpt+,angpt}-320M-s1/{full,fp8,int8}" in PROTOCOL
+    items = list(Protocol((tmp_path,)).final())
+    named = {f"{a}{m}-{b}M-s1" for a in ("gpt+", "angpt") for m in ("", "-muon") for b in (320, 640)}
+    assert {item.name for item in items if item.evaluated} == named
+    assert {item.name for item in items if item.quantized} == {"gpt+-320M-s1", "angpt-320M-s1"}
+    assert set(inside.FORMS) == {"full", "fp8", "int8"}
 
 
 def test_thinned_metrics():

@@ -4,7 +4,7 @@ python -m experiments.evidence pack TEXT .carry      # tokens of each part of th
 python -m experiments.evidence plan                  # what is left, and the GPU time that it takes
 python -m experiments.evidence rehearse              # the same runs with a tiny model on the CPU, in a scratch folder
 python -m experiments.evidence run --seconds 570     # on a GPU: what fits, in the order of the protocol
-tar -xf evidence.tar -C docs/evidence                # take the run folders over
+tar -xf evidence.tar.gz -C docs/evidence             # take the run folders over
 python -m experiments.evidence pages                 # tables and figures of docs/evidence from the run folders
 """
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     running = commands.choices["run"]
     running.add_argument("--seconds", type=float, required=True, help="start nothing that would end later")
-    running.add_argument("--archive", type=Path, default=Path("evidence.tar"), help="run folders without weights")
+    running.add_argument("--archive", type=Path, default=Path("evidence.tar.gz"), help="run folders without weights")
     running.add_argument("--parts", type=Path, help="folder of compressed parts of the text to extract first")
     running.add_argument("--requests", type=Path, help="requests of tasks (`angpt eval --write-requests`) to score")
     running.add_argument("--carry-over", action="store_true", help="start a run that must go on in the next call")
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder = Path(scratch)
             tokens.make_up(folder)
             queue = Queue(folder / "runs", folder / "evidence", rehearsal(folder), Speed({}, 1e10))
-            queue.run(args.seconds, folder / "evidence.tar", start=START)
+            requests = tokens.make_up_requests(folder / "requests")
+            queue.run(args.seconds, folder / "evidence.tar.gz", requests=requests, start=START)
     elif args.command == "plan":
         queue = Queue(args.runs, names=args.names)
         print(queue.table(args.stages).markdown())

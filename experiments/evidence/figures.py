@@ -90,10 +90,11 @@ def sensitivity_figure(protocol: Protocol) -> Figure:
             ax.plot(*zip(*points, strict=True), look.marker, ls=DASHED, color=look.color, label=label(arm))
             gone = [value for value, loss in found.items() if loss == math.inf]
             ax.plot(gone, [0.97] * len(gone), "x", color=look.color, transform=ax.get_xaxis_transform())
-        ax.set(xlabel=key.rpartition(".")[2], ylabel="loss − chosen")
+        name = key.rpartition(".")[2]
+        ax.set(xlabel=f"{name} ÷ chosen" if key in MULTIPLIED else name, ylabel="loss − chosen")
         if key in MULTIPLIED:
             plain_log_axis(ax, "x")
-            label_axis(ax.xaxis, "× {:g}".format, [float(v.lstrip("x")) for v in (*SENSITIVITY[key], "x1")])
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend()
+            label_axis(ax.xaxis, "{:g}".format, [float(v.lstrip("x")) for v in (*SENSITIVITY[key], "x1")])
+        if key == next(iter(SENSITIVITY)) and ax.get_legend_handles_labels()[0]:
+            ax.legend()  # all architectures have this setting
     return figure

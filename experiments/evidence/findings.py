@@ -1,6 +1,7 @@
 """What the final runs say, in sentences: first what speaks against anGPT, then the rest."""
 
 import math
+from collections.abc import Sequence
 
 from angpt.config import Recipe
 from angpt.present.tables import Table
@@ -59,28 +60,36 @@ def against(results: Results) -> Table:
         found = [primary[f"ngpt{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
         same = [c.budget for c in found if c.adjusted is not None and c.adjusted >= SIGNIFICANT]
         known = all(c.difference for c in found)
-        verdict = YES if same else NO if known else paper.NOT_RUN
+        verdict = YES if same else NO if known else _open(results, found)
         rows.append((f"it is not told apart from nGPT{with_muon}", f"at {listed(same)}" if same else "", verdict))
         own = [primary[f"gpt+{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
-        rows.append((f"its lead over GPT+{with_muon} shrinks with the budget, or is gone at 320M", *_shrinks(own)))
+        rows.append(
+            (f"its lead over GPT+{with_muon} shrinks with the budget, or is gone at 320M", *_shrinks(results, own))
+        )
     rows.append(("it is faster than GPT+ in tokens, but not in time", *_time(results)))
     rows.append(("it loses its lead over GPT+ with another stored scale, or with the defaults", *_settings(results)))
     rows.append(("its lead over GPT+ is there with one optimizer only", *_one_optimizer(results)))
     return Table(("what would count against anGPT", "found", ""), rows, left=(0, 1, 2))
 
 
+def _open(results: Results, found: Sequence[Comparison]) -> str:
+    """Why there is no answer: the comparison has not run, or a run has diverged."""
+    gone = all(c.difference or results.diverged(c.one, c.budget) or results.diverged(c.two, c.budget) for c in found)
+    return paper.DIVERGED if gone else paper.NOT_RUN
+
+
 def _worse(results: Results) -> tuple[str, str]:
     found = [c for c in results.primary if c.adjusted is not None and c.adjusted < SIGNIFICANT]
     worse = [f"{label(c.one)} at {c.budget}" for c in found if c.difference and c.difference.estimate.mean > 0]
     known = all(c.difference for c in results.primary)
-    return listed(worse), YES if worse else NO if known else paper.NOT_RUN
+    return listed(worse), YES if worse else NO if known else _open(results, results.primary)
 
 
-def _shrinks(found: list[Comparison]) -> tuple[str, str]:
+def _shrinks(results: Results, found: Sequence[Comparison]) -> tuple[str, str]:
     """The difference at the smallest and the largest budget; it shrinks if its change is larger than both intervals."""
     first, last = found[0], found[-1]
     if first.difference is None or last.difference is None:
-        return "", paper.NOT_RUN
+        return "", _open(results, [first, last])
     one, two = first.difference.estimate, last.difference.estimate
     text = f"{bracketed(one, '+.3f')} at {first.budget}, {bracketed(two, '+.3f')} at {last.budget}"
     gone = last.adjusted is None or last.adjusted >= SIGNIFICANT or two.mean > 0
@@ -104,7 +113,7 @@ def _time(results: Results) -> tuple[str, str]:
             tokens, seconds = (s.low if s.relation == "=" else s.value for s in both)
             if tokens is not None and seconds is not None and tokens > 1 >= seconds:
                 found.append(f"{label(f'angpt{suffix}')} at {budget}")
-    return listed(found), YES if found else NO if known else paper.NOT_RUN
+    return listed(found), YES if found else NO if known else _open(results, results.primary)
 
 
 def _settings(results: Results) -> tuple[str, str]:

@@ -152,7 +152,7 @@ def speed_ups(results: Results) -> Table:
                 )
                 continue
             found = [same.speedup_tokens, same.speedup_seconds, *([adam.speedup_tokens] if ":" in arm else [])]
-            cells = [speedup(**vars(s)) if s else "not told from 1" for s in found]
+            cells = [speedup(**vars(s)) if s else NONE for s in found]
             rows.append((label(arm), budget, *cells, *[""] * (3 - len(cells))))
     gone = [f"{label(arm)} at {b}" for b in (*BUDGETS, *LARGEST) for arm in BASELINES if results.diverged(arm, b)]
     note = f"Diverged, so that the curve has no point there: {', '.join(gone)}." if gone else ""

@@ -88,6 +88,16 @@ def arrange(archives: Path, root: Path) -> None:
             join(root / "data", root / name, count)
 
 
+def make_up_requests(folder: Path) -> Path:
+    """A folder with made-up requests of a task, for a rehearsal."""
+    from angpt.evaluation.requests import Origin, Requests
+
+    folder.mkdir(parents=True)
+    requests = Requests.of(Origin("piqa", "made up", None, "0", "none"), 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])])
+    requests.save(folder / "piqa.safetensors")
+    return folder
+
+
 def make_up(root: Path) -> None:
     """Folders of made-up tokens in the places of the real ones, for a rehearsal: each token follows from the last."""
     import numpy as np

@@ -1,0 +1,139 @@
+"""experiments/evidence: what the page says of made-up final runs, first what speaks against anGPT."""
+
+import math
+
+import pytest
+
+pytest.importorskip("scipy", reason="the evidence needs the extra `report`")
+
+from angpt.config import parse_budget
+from angpt.stats import Interval
+from experiments.evidence import exhibits, findings, paper, tables
+from experiments.evidence.protocol import BUDGETS, LARGEST, Protocol
+from experiments.evidence.results import Results
+from tests.test_evidence import tuned, write
+
+
+def millions(config):
+    return parse_budget(config.tokens, 1) / 1e6
+
+
+def results(tmp_path, offsets, skip=lambda name: False, stages=("final",)):
+    """Final runs (and those of other stages) whose losses fall with the tokens, by an offset for each arm: a number, or
+    a function of the budget; `inf` diverges."""
+    tuned(tmp_path)
+    for item in Protocol((tmp_path,)).items():
+        if item.stage not in stages or skip(item.name):
+            continue
+        config = item.config
+        offset = offsets.get(config.recipe, 0.0)
+        offset = offset(item) if callable(offset) else offset
+        noise = 0.001 * math.sin(7 * config.seed + 13 * len(config.recipe) + millions(config))
+        loss = 3.7 * (millions(config) / 80) ** -0.05 + offset + noise
+        seconds = millions(config) * (1.2 if config.recipe.startswith("angpt") else 1.0)
+        if loss == math.inf:
+            write(tmp_path / item.folder, config, None, "diverged", seconds)
+        else:
+            write(tmp_path / item.folder, config, loss, seconds=seconds)
+    return Results(tmp_path)
+
+
+def verdicts(found):
+    return {row[0]: row[2] for row in findings.against(found).rows}
+
+
+def test_before_the_final_runs_nothing_is_concluded(tmp_path):
+    found = results(tmp_path, {}, skip=lambda name: True)
+    assert findings.progress(found) == "None of its 58 final runs has started: no conclusion is possible yet.\n"
+    assert set(verdicts(found).values()) == {paper.NOT_RUN}
+    assert findings.findings(found) == "- 12 comparisons of 12 have not run yet.\n"
+    assert exhibits.speed_up(found, "angpt") == ("", paper.NOT_RUN)
+
+
+def test_a_better_angpt_holds_although_its_longest_run_has_only_a_bound(tmp_path):
+    found = results(tmp_path, dict.fromkeys(("angpt", "angpt:muon"), -0.1))
+    assert findings.progress(found) == "58 of its 58 final runs have ended.\n"
+    lines = findings.findings(found).splitlines()
+    assert len(lines) == 12
+    assert all(line.endswith("anGPT is better.") for line in lines)
+    assert verdicts(found)["its mean loss is higher than that of GPT+ or nGPT, p < 0.01"] == findings.NO
+    assert found.row("angpt", "640M", found.with_adam).speedup_tokens.relation == ">"
+    text, verdict = exhibits.speed_up(found, "angpt")
+    assert text.endswith("mean over 80M, 160M and 320M")
+    assert verdict == paper.HOLDS
+
+
+def test_a_worse_angpt_is_said_first(tmp_path):
+    found = results(tmp_path, {"angpt": 0.05, "angpt:muon": -0.1})
+    first, *others = findings.findings(found).splitlines()
+    assert first.startswith("- **anGPT against GPT+ at 80M: +0.05")
+    assert first.endswith("anGPT is worse.**")
+    assert [line.endswith("anGPT is worse.**") for line in others] == [True] * 5 + [False] * 6
+    assert exhibits.speed_up(found, "angpt")[1] == paper.FAILS
+    assert verdicts(found)["its mean loss is higher than that of GPT+ or nGPT, p < 0.01"] == findings.YES
+    assert verdicts(found)["its lead over GPT+ is there with one optimizer only"] == findings.YES
+
+
+def test_a_lead_that_shrinks_is_found(tmp_path):
+    def lead(item):
+        return -0.1 * 80 / millions(item.config)
+
+    found = results(tmp_path, {"angpt": lead, "angpt:muon": -0.1})
+    shrinks = "its lead over GPT+{} shrinks with the budget, or is gone at 320M"
+    assert verdicts(found)[shrinks.format("")] == findings.YES
+    assert verdicts(found)[shrinks.format(" with Muon")] == findings.NO
+
+
+def test_faster_in_tokens_but_not_in_time(tmp_path):
+    """A step of anGPT takes 1.2 times as long here, and its lead is worth 1.1 to 1.15 times the tokens."""
+    found = results(tmp_path, {"angpt": -0.02, "angpt:muon": -0.1})
+    text = next(row[1] for row in findings.against(found).rows if row[0].startswith("it is faster"))
+    assert text == "anGPT at 80M, anGPT at 160M and anGPT at 320M"
+
+
+def test_what_diverged_is_not_called_missing(tmp_path):
+    gone = {"gpt+": lambda item: math.inf if "160M" in item.name else 0.0}
+    found = results(tmp_path, gone | {"angpt": -0.1, "angpt:muon": -0.1}, stages=("final", "ablation"))
+    assert "- Diverged, and therefore not compared: GPT+ at 160M." in findings.findings(found)
+    assert exhibits.speed_up(found, "angpt") == ("diverged: GPT+ at 160M", paper.DIVERGED)
+    assert tables.speed_ups(found).note == "Diverged, so that the curve has no point there: GPT+ at 160M."
+    base = {"angpt": lambda item: math.inf if item.name == "angpt-80M-s1" else -0.1}
+    other = results(tmp_path / "other", base, stages=("final", "ablation"))
+    rows = {row[0]: row for row in tables.ablation(other).rows}
+    assert rows["anGPT"][-1] == ""
+    assert {row[-1] for name, row in rows.items() if name != "anGPT"} == {paper.DIVERGED}
+    assert "not run yet" not in "".join(map(str, rows.values()))
+
+
+def test_defaults_are_compared_with_the_chosen_settings(tmp_path):
+    def loss(item):
+        return 0.03 if item.stage == "defaults" else 0.0
+
+    found = results(tmp_path, {"gpt+": loss}, stages=("final", "defaults"))
+    rows = {tuple(row[:2]): row[2:] for row in tables.defaults(found).rows}
+    assert rows["GPT+", "80M"][2:] == ("+0.030", "no")
+    assert rows["anGPT", "320M"][2:] in (("+0.000", "yes"), ("−0.000", "yes"))
+    assert set(rows) == {(name, b) for name in {row[0] for row in rows} for b in tables.DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "relation", "verdict"),
+    [
+        (1.5, 1.4, 1.6, "=", paper.HOLDS),
+        (1.5, 1.4, 1.6, ">", paper.HOLDS),
+        (1.15, 1.1, 1.2, ">", paper.WEAK),
+        (1.5, 0.9, 1.6, ">", paper.OPEN),  # one of the budgets is not told from 1
+        (1.5, None, None, ">", paper.OPEN),
+        (0.9, 0.85, 0.95, "<", paper.FAILS),
+        (0.9, 0.85, 1.05, "<", paper.OPEN),
+    ],
+)
+def test_bounds_are_judged_by_their_side(mean, low, high, relation, verdict):
+    assert paper.bound_judged(Interval(mean, low, high), relation, 1.4) == verdict
+
+
+def test_ties_follow_the_seeds_once_there_are_final_runs(tmp_path):
+    found = results(tmp_path, {})
+    groups = [list(found.losses(arm, "80M").values()) for arm in {**BUDGETS, **LARGEST}["80M"]]
+    spread = math.sqrt(sum(sum((x - sum(g) / 3) ** 2 for x in g) / 2 for g in groups) / len(groups))
+    assert found.tie == pytest.approx(2 * math.sqrt(2) * spread)
