@@ -1,35 +1,27 @@
-"""The protocol of docs/evidence.md as code: its trials and rules, the queue that runs them, and the pages."""
+"""The protocol of docs/evidence.md as code: its trials and rules, the text, and the pages."""
 
 import dataclasses
-import gzip
 import itertools
 import json
 import lzma
 import math
 import re
-import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from angpt.analysis.analyse import Analysis
 from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
-from angpt.evaluation.results import read_results
 from angpt.present.words import bracketed
 from angpt.serialization import read_toml
 from angpt.stats import Interval
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
-from experiments.evidence import inside, pages, paper, queue, relatives, tables, tokens
-from experiments.evidence.__main__ import main
+from experiments.evidence import pages, paper, tables, tokens
 from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, Protocol
-from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
 from experiments.evidence.results import Results
 from experiments.evidence.sweeps import fitted
 from experiments.evidence.trials import ADDED, ARMS, TRIED, arm_name, make_trials, space_of
@@ -109,27 +101,6 @@ def made_up(config: TrainConfig) -> float:
 def write(folder: Path, config: TrainConfig, loss: float | None = None, status="finished", seconds=None) -> None:
     run = Run.create(folder, make_plan(dataclasses.replace(config, device="cpu")).config)
     run.write_summary(summary(config, made_up(config) if loss is None else loss, status, seconds))
-
-
-@pytest.fixture
-def trained(monkeypatch):
-    """Runs take no time and have made-up losses; the names of those that ran, in their order."""
-    order = []
-
-    def bring_to_end(job, reporter):
-        order.append(job.folder.relative_to(job.folder.parents[1]).as_posix())
-        write(job.folder, job.config)
-        (job.folder / "metrics.jsonl").write_text(
-            '{"kind": "train", "step": 1, "tokens": 9, "loss": 4.5, "grad_norm": 1.5}\n'
-        )
-        return Run(job.folder).summary()
-
-    monkeypatch.setattr(queue, "bring_to_end", bring_to_end)
-    monkeypatch.setattr(queue, "look_inside", lambda item, folder, requests: [order.append(f"inside {folder.name}")])
-    monkeypatch.setattr(queue, "waits_for", lambda item, requests: "a choice" if item.provisional else "")
-    monkeypatch.setattr(queue.gc, "collect", lambda: 0)
-    monkeypatch.setattr(queue, "pack", lambda *_: None)
-    return order
 
 
 def tuned(root: Path, losses=lambda name, config: made_up(config), extended=True) -> None:
@@ -235,197 +206,6 @@ def test_grids_of_batches_grow_by_the_losses_of_all_sweeps(tmp_path):
     batches = [item for item in Protocol((tmp_path,)).files() if item.stage == "batches" and "7M-80M" in item.name]
     found = {item.name for item in batches if item.config.optimizer.name == "adam"}
     assert found == of(131072, 0.008, 0.016, 0.032)  # larger than the best; what transfer has is not repeated
-
-
-def test_processes_share_the_queue_by_names(tmp_path):
-    all_names, muon = (
-        {item.name for item in Queue(tmp_path / "runs", tmp_path / "evidence", names=names).pending(["batches"])}
-        for names in ("*", "angpt-muon-*")
-    )
-    assert muon == {name for name in all_names if "muon" in name}
-    assert muon
-    stored(tmp_path / "runs" / "batches", "angpt-7M-x", 4.0)
-    stored(tmp_path / "runs" / "batches", "angpt-muon-x", 4.0)
-    pack(tmp_path / "runs", tmp_path / "a.tar", "angpt-muon-*")
-    with tarfile.open(tmp_path / "a.tar") as tar:
-        assert {Path(name).parent.name for name in tar.getnames()} == {"angpt-muon-x"}
-
-
-# The queue
-
-
-def test_the_queue_keeps_the_order_of_the_protocol_and_packs_what_ended(tmp_path, trained):
-    q = Queue(tmp_path / "runs", tmp_path / "evidence")
-    q.run(1e9, tmp_path / "a.tar", commit="abc")
-    assert {item.stage for item in q.pending()} == set(queue.ON_DEMAND)
-    q.run(1e9, tmp_path / "a.tar", stages=queue.ON_DEMAND)
-    first = [name for name in trained if name.startswith("tuning/")]
-    assert [name[-2:] for name in first[: 6 * TRIED]] == [f"{i:02d}" for i in range(TRIED) for _ in ARMS]
-    stages = list(dict.fromkeys(name.partition("/")[0] for name in trained if "/" in name))
-    assert stages == [*queue.STAGES]
-    assert [n for n in trained if n.startswith("inside")][:6] == [
-        f"inside {name}-320M-s1" for name in ("gpt+", "ngpt", "angpt", "gpt+-muon", "ngpt-muon", "angpt-muon")
-    ]
-    assert not list(q.pending())
-    pack(tmp_path / "runs", tmp_path / "a.tar")
-    with tarfile.open(tmp_path / "a.tar") as tar:
-        tar.extractall(tmp_path / "evidence", filter="data")
-    assert len(list((tmp_path / "evidence").glob("*/*/summary.json"))) == len(set(trained)) - 10 - 2
-    assert Run(tmp_path / "evidence/final/gpt+-80M-s1").summary().environment["commit"] == "abc"
-    assert not list(Queue(tmp_path / "elsewhere", tmp_path / "evidence").pending())
-    results = Results(tmp_path / "evidence")
-    found = pages.marked(results)
-    assert "not run yet" not in found["losses"] + found["primary"] + found["speed-ups"] + found["ablation"]
-    for budget in BUDGETS:
-        one, two = ([*results.losses(arm, budget).values()] for arm in ("gpt+", "angpt"))
-        line = next(x for x in found["primary"].splitlines() if x.startswith(f"| anGPT − GPT+ | {budget} "))
-        test = stats.ttest_ind(two, one, equal_var=False)
-        interval = test.confidence_interval()
-        shown = [f"{x:+.4f}".replace("-", "−") for x in (np.mean(two) - np.mean(one), *interval)]
-        assert f"{shown[0]} [{shown[1]}, {shown[2]}]" in line
-        assert tables.probability(test.pvalue) in line
-
-
-def test_a_run_that_would_not_end_in_time_is_not_started(tmp_path, trained):
-    q = Queue(tmp_path / "runs", tmp_path / "evidence", speed=Speed({}, 2e14))
-    first = next(q.pending())
-    needed = queue.MARGIN * q.seconds(first) + queue.RESERVE_SECONDS
-    q.run(needed - 1, tmp_path / "a.tar", stages=["tuning"])
-    assert not trained
-    q.run(needed - 1, tmp_path / "a.tar")  # what is shorter and waits for nothing fills the gap
-    assert trained
-    assert {name.partition("/")[0] for name in trained} <= {"relatives", "optimizers", "transfer", "rates", "batches"}
-    q.run(needed + 5, tmp_path / "a.tar", stages=["tuning"], start=time.monotonic())
-    assert "tuning/gpt+-adam-00" in trained
-
-
-def test_estimates_follow_what_runs_took(tmp_path):
-    q = Queue(tmp_path / "runs", tmp_path / "evidence", speed=Speed({}, 2e14))
-    item = next(q.pending())
-    before = q.seconds(item)
-    q.walls += [(10.0, 12.0), (10.0, 30.0)]
-    assert q.seconds(item) == pytest.approx(2.1 * before)  # the median
-    q.walls += [(10.0, 13.0)]
-    assert q.seconds(item) == pytest.approx(1.3 * before)  # one slow run does not count
-    speed = Speed.measured()
-    assert 35 < speed.seconds(item) < 45  # 35 to 51 s were measured
-    big = next(i for i in q.pending() if i.name == "gpt+-640M-s1")
-    assert 250 < speed.seconds(dataclasses.replace(big, analysed=False, evaluated=False)) < 300
-
-
-def test_a_failure_costs_no_other_run(tmp_path, trained, monkeypatch, capsys):
-    after = queue.bring_to_end
-
-    def fails(job, reporter):
-        if job.folder.name == "gpt+-adam-00":
-            raise RuntimeError("out of memory")
-        return after(job, reporter)
-
-    monkeypatch.setattr(queue, "bring_to_end", fails)
-    Queue(tmp_path / "runs", tmp_path / "evidence").run(1e9, tmp_path / "a.tar", stages=["tuning"])
-    assert "tuning/gpt+-adam-00: failed: RuntimeError: out of memory" in capsys.readouterr().out
-    assert len(trained) == 6 * TRIED - 1  # the edge rule waits for all of the first
-
-
-def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
-    """Runs train, weights go, a run that is stopped goes on in the next call, every relative of Muon changes it."""
-    tokens.make_up(tmp_path)
-    monkeypatch.setattr(relatives, "SEEDS", (0,))
-    adapt = rehearsal(tmp_path)
-    q = Queue(tmp_path / "runs", tmp_path / "evidence", adapt, Speed({}, 1e12))
-    q.run(1e9, tmp_path / "a.tar", stages=["relatives"])
-    losses = {
-        path.parent.name: Run(path.parent).summary().val_loss for path in tmp_path.glob("runs/relatives/*/s*.json")
-    }
-    firsts = {name: loss for name, loss in losses.items() if name.endswith("-s0")}
-    assert set(firsts) == {relatives.folder_name(name, 0) for name in relatives.RELATIVES}
-    assert len(set(firsts.values())) == len(firsts)
-    assert not list(tmp_path.glob("runs/*/*/checkpoints"))
-    ends = [Run(path.parent).summary() for path in tmp_path.glob("runs/relatives/*/summary.json")]
-    assert {summary.checkpoint for summary in ends} == {None}  # not even written
-    assert (relatives.muon.descend_, relatives.Optimizer.update) == (relatives.ORIGINAL[1], relatives.ORIGINAL[2])
-
-    item = next(q.pending(["tuning"]))
-    scored = tokens.make_up_requests(tmp_path / "requests")
-    inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True, quantized=True)
-    q.train(inside, None, scored, "")
-    folder = tmp_path / "runs" / "tuning" / "inside"
-    assert Analysis.read(folder / "analysis.json").runs[0].norms is not None
-    evaluated = {form: read_results(folder / form) for form in ("", "full", "int8", "fp8")}
-    assert len({results.model.weights for results in evaluated.values()}) == 3  # full: those of the run
-    losses = [results.losses[0].loss for results in evaluated.values()]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert len(set(losses[1:])) == 3
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)
-    assert not [path for form in ("full", "int8", "fp8") for path in (folder / form).glob("*.*")]  # weights go
-    assert len(list(folder.glob("**/eval/scores/*"))) == 4
-    assert Run(folder).summary().checkpoint is not None  # written for the analysis, and removed
-    assert not (folder / "checkpoints").exists()
-
-    long = dataclasses.replace(item.config, tokens=str(256 * 40_000), eval_every=40_000)
-    longer = dataclasses.replace(item, build=lambda: long)
-    stopped = q.train(longer, 1.0, None, "")
-    assert stopped.status == "interrupted"
-    assert 0 < stopped.step < 40_000
-    assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
-    pack(tmp_path / "runs", tmp_path / "b.tar")
-    with tarfile.open(tmp_path / "b.tar") as tar:
-        names = tar.getnames()
-        assert "tuning/inside/analysis.json" in names
-        assert {"tuning/inside/eval/results.json", "tuning/inside/int8/eval/results.json"} <= set(names)
-        assert not [name for name in names if name.startswith(str(item.folder))]
-    again = q.train(longer, 1.0, None, "")
-    assert again.step > stopped.step
-
-
-def test_runs_that_are_scored_wait_for_requests(tmp_path):
-    tuned(tmp_path / "evidence")
-    tokens.make_up(tmp_path)
-    q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
-    item = next(item for item in q.pending(["final"]) if item.evaluated)
-    assert queue.waits_for(item) == "--requests, since its weights are removed"
-    assert queue.waits_for(item, tmp_path) == ""
-    assert "(4 parts of the text)" in queue.waits_for(next(Queue(tmp_path, tmp_path / "evidence").pending(["final"])))
-
-
-def test_weights_stay_if_what_needs_them_failed(tmp_path, monkeypatch, capsys):
-    tokens.make_up(tmp_path)
-    q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
-    item = dataclasses.replace(next(q.pending(["tuning"])), analysed=True, evaluated=True)
-    monkeypatch.setattr(inside, "score", lambda *_: 1 / 0)
-    q.train(item, None, tokens.make_up_requests(tmp_path / "requests"), "")
-    assert "not measured: ZeroDivisionError" in capsys.readouterr().out
-    assert (tmp_path / "runs" / item.folder / "analysis.json").exists()
-    assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
-
-
-def test_the_command_for_metrics_names_the_runs_that_are_scored(tmp_path):
-    tuned(tmp_path)
-    assert "{gpt+,angpt}{,-muon}-{320,640}M-s1 {gpt+,angpt}-320M-s1/{full,fp8,int8}" in PROTOCOL
-    items = list(Protocol((tmp_path,)).final())
-    named = {f"{a}{m}-{b}M-s1" for a in ("gpt+", "angpt") for m in ("", "-muon") for b in (320, 640)}
-    assert {item.name for item in items if item.evaluated} == named
-    assert {item.name for item in items if item.quantized} == {"gpt+-320M-s1", "angpt-320M-s1"}
-    assert set(inside.FORMS) == {"full", "fp8", "int8"}
-
-
-def test_thinned_metrics():
-    lines = [{"kind": "train", "step": s, "loss": 1.0} for s in range(1, 26)] + [{"kind": "val", "step": 25}]
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    kept = [json.loads(line) for line in gzip.decompress(thinned(text)).splitlines()]
-    assert [line["step"] for line in kept] == [1, 10, 20, 25, 25]
-    assert thinned(text) == thinned(text)
-
-
-def test_the_commands(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(["plan", "--runs", str(tmp_path / "runs"), "--stages", "final"])
-    out = capsys.readouterr().out
-    pending = [item.name for item in Queue(tmp_path / "runs").pending(["final"])]
-    assert re.findall(r"\| final/(\S+) \|", out) == pending
-    assert f"left in all: {len(pending)} run" in out
-    main(["run", "--runs", str(tmp_path / "runs"), "--seconds", "1", "--archive", str(tmp_path / "a.tar")])
-    assert (tmp_path / "a.tar").exists()
 
 
 # The text
