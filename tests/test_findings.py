@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("scipy", reason="the evidence needs the extra `report`")
 
 from angpt.config import parse_budget
+from angpt.results import SpeedUp
 from angpt.stats import Interval
 from experiments.evidence import exhibits, findings, paper, tables
 from experiments.evidence.protocol import BUDGETS, LARGEST, Protocol
@@ -89,6 +90,15 @@ def test_faster_in_tokens_but_not_in_time(tmp_path):
     found = results(tmp_path, {"angpt": -0.02, "angpt:muon": -0.1})
     text = next(row[1] for row in findings.against(found).rows if row[0].startswith("it is faster"))
     assert text == "anGPT at 80M, anGPT at 160M and anGPT at 320M"
+
+
+@pytest.mark.parametrize(
+    ("found", "lower"),
+    [(SpeedUp(1.5, 1.4, 1.6, "="), 1.4), (SpeedUp(1.5, None, None, "="), 0.0), (SpeedUp(1.5, None, None, ">"), 1.5),
+     (SpeedUp(1.5, None, None, "<"), 0.0)],
+)  # fmt: skip
+def test_what_a_speed_up_is_at_least(found, lower):
+    assert findings._at_least(found) == lower
 
 
 def test_what_diverged_is_not_called_missing(tmp_path):

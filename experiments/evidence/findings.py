@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from angpt.config import Recipe
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label, listed, plural
+from angpt.results import SpeedUp
 from angpt.stats import Interval
 from experiments.evidence import paper
 from experiments.evidence.protocol import BUDGETS, LARGEST, SEEDS, SENSITIVITY, SHARED
@@ -109,11 +110,16 @@ def _time(results: Results) -> tuple[str, str]:
             known = known and row is not None
             if row is None or row.speedup_tokens is None or row.speedup_seconds is None:
                 continue
-            both = row.speedup_tokens, row.speedup_seconds
-            tokens, seconds = (s.low if s.relation == "=" else s.value for s in both)
-            if tokens is not None and seconds is not None and tokens > 1 >= seconds:
+            tokens, seconds = (_at_least(s) for s in (row.speedup_tokens, row.speedup_seconds))
+            if tokens > 1 >= seconds:
                 found.append(f"{label(f'angpt{suffix}')} at {budget}")
     return listed(found), YES if found else NO if known else _open(results, results.primary)
+
+
+def _at_least(speed_up: SpeedUp) -> float:
+    """The lower end of a speed-up; 0 if none is known."""
+    lower = {"=": speed_up.low, ">": speed_up.value, "<": None}[speed_up.relation]
+    return 0.0 if lower is None else lower
 
 
 def _settings(results: Results) -> tuple[str, str]:
