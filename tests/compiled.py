@@ -201,8 +201,8 @@ def many_rows() -> dict[str, dict]:
             held = depth == cols or (swiglu and batch <= tuning.DECODE_HELD_ROWS)
             found[f"product {name}, {batch} rows" + ("" if kind == BF16 else f", {kind[1:]}")] = build(
                 k._product, fixed | {"w_ptr": kind}, warps, stages,
-                SCALED=kind != BF16, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line, LINES=depth // line,
-                BATCH=batch, ROWS=rows, COLS=cols, OVERLAP=True,
+                SCALED=kind != BF16, SHRINK=1, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line,
+                LINES=depth // line, BATCH=batch, ROWS=rows, COLS=cols, OVERLAP=True,
             )  # fmt: skip
     return found
 

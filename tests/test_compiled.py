@@ -21,6 +21,7 @@ NARROW = {
     **{f"attend, {length}, {d}": 13 for length in ("short", "long") for d in (64, 128, 256)},
     "combine": 8,  # numbers of each head
     **{f"read {name}, 1024, {kind}": 8 for name in ("qkv", "uz") for kind in ("fp8e4nv", "i8")},
+    "product uz, 128 rows, fp8e4nv": 8,  # scales of rows, which several warps have
 }
 """Loads of single numbers, where there may be more than two: a scale, a target, the factor of clipping."""
 

@@ -180,7 +180,10 @@ def budgets(study: Material) -> Chart | Absent:
     caption += ", mean over seeds. " if len(study.result.seeds) > 1 else ". "
     if kinds:
         caption += f"The speed-up is what {baseline} needs for the same loss, divided by what was used; 1, the dashed "
-        caption += "line, is as fast. An open marker with an arrow is a bound: the true value lies in its direction. "
+        caption += (
+            "line, is as fast. An open marker with an arrow is a bound: the true value lies in its direction, up "
+        )
+        caption += "to noise. "
     else:
         caption += "No speed-up is known yet. "
     spread = "Bars: 95 % confidence intervals, from the spread between seeds pooled over architectures and budgets."

@@ -268,7 +268,8 @@ def _optimizer(architecture: str) -> str:
 def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: bool) -> str | None:
     """The speed-up at the largest budget where it is known, and not only bounded; else, if `bounds`, the strongest."""
     own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
-    by_relation = {r: [(row, s) for row, s in own if s.relation == r] for r in ("=", ">", "<")}
+    told = [(row, s) for row, s in own if s.relation == "=" or (s.value >= 1) == (s.relation == ">") or s.value == 1]
+    by_relation = {r: [(row, s) for row, s in told if s.relation == r] for r in ("=", ">", "<")}
     if by_relation["="]:
         row, s = max(by_relation["="], key=lambda pair: pair[0].tokens)
     elif not bounds:
@@ -292,8 +293,8 @@ def _average(rows: Sequence[Row], architecture: str) -> str | None:
 
     Its interval has the means of their ends: all errors come from the baseline's curve, and may have the same sign.
     """
-    own = [row.speedup_tokens for row in rows if row.architecture == architecture and row.speedup_tokens]
-    known = [s for s in own if s.relation == "="]
+    own = [row.speedup_tokens for row in rows if row.architecture == architecture and row.val_loss]
+    known = [s for s in own if s and s.relation == "="]
     if len(known) < 2:
         return None
     mean = sum(s.value for s in known) / len(known)

@@ -105,7 +105,7 @@ def read_pair(root: Path, architecture: str, size: str, seed: int) -> Pair | Non
 def last_tenth(run: Sequence[Mapping[str, Any]]) -> float:
     """The mean training loss of the stored steps of the last tenth of a run, which are evenly spaced; of its last step
     if there are none."""
-    steps = {r["step"]: r["loss"] for r in run if r["kind"] == "train"}
+    steps = {r["step"]: r["loss"] for r in run if r["kind"] == "train" and r["loss"] is not None}
     last = max(steps)
     return fmean([loss for s, loss in steps.items() if s > 0.9 * last and s % KEPT_EVERY == 0] or [steps[last]])
 

@@ -22,7 +22,7 @@ def progress(results: Results) -> str:
     every = [loss for b, arms in {**BUDGETS, **LARGEST}.items() for a in arms for loss in results.losses(a, b).values()]
     done = sum(loss is not None for loss in every)
     if not done:
-        return f"None of its {len(every)} final runs has started: no conclusion is possible yet.\n"
+        return f"None of its {len(every)} final runs has ended: no conclusion is possible yet.\n"
     return (
         f"{done} of its {len(every)} final runs have ended{'.' if done == len(every) else ': the rest is missing.'}\n"
     )
@@ -43,7 +43,7 @@ def findings(results: Results) -> str:
             text = f"{label(c.two)} against {label(c.one)} at {c.budget}: {bracketed(c.difference.estimate, '+.4f')}, "
             text += f"p = {probability(c.adjusted)}"
             (worse if c.difference.estimate.mean > 0 else better).append(text)
-    lines = [f"- **{text}: anGPT is worse.**" for text in worse]
+    lines = [f"- **{text}: anGPT is worse.**" for text in worse + behind(results)]
     lines += [f"- Diverged, and therefore not compared: {listed(diverged)}."] if diverged else []
     lines += [f"- Not told apart: {'; '.join(open_)}."] if open_ else []
     lines += [f"- {text}: anGPT is better." for text in better]
@@ -52,20 +52,34 @@ def findings(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def behind(results: Results) -> list[str]:
+    """Where anGPT has a higher loss than GPT+ at budgets with one seed."""
+    found = [results.compare(f"gpt+{s}", f"angpt{s}", budget) for budget in LARGEST for s in ("", ":muon")]
+    return [
+        f"{label(c.two)} against {label(c.one)} at {c.budget}: {difference(c.difference.estimate.mean)}, one seed"
+        for c in found
+        if c.difference and c.difference.estimate.mean > 0
+    ]
+
+
 def against(results: Results) -> Table:
     """What would count against anGPT, by the protocol, and whether it was found."""
     primary = {(c.one, c.two, c.budget): c for c in results.primary}
     rows = [("its mean loss is higher than that of GPT+ or nGPT, p < 0.01", *_worse(results))]
     for suffix in ("", ":muon"):
         with_muon = " with Muon" if suffix else ""
-        found = [primary[f"ngpt{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
-        same = [c.budget for c in found if c.adjusted is not None and c.adjusted >= SIGNIFICANT]
-        known = all(c.difference for c in found)
-        verdict = YES if same else NO if known else _open(results, found)
-        rows.append((f"it is not told apart from nGPT{with_muon}", f"at {listed(same)}" if same else "", verdict))
+        for other, words in (("ngpt", "nGPT{}"), ("gpt+", "GPT+{}, whose decay and warm-up are tuned")):
+            found = [primary[f"{other}{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
+            same = [c.budget for c in found if c.adjusted is not None and c.adjusted >= SIGNIFICANT]
+            verdict = YES if same else NO if all(c.difference for c in found) else _open(results, found)
+            title = f"it is not told apart from {words.format(with_muon)}"
+            rows.append((title, f"at {listed(same)}" if same else "", verdict))
         own = [primary[f"gpt+{suffix}", f"angpt{suffix}", budget] for budget in BUDGETS]
         rows.append(
-            (f"its lead over GPT+{with_muon} shrinks with the budget, or is gone at 320M", *_shrinks(results, own))
+            (
+                f"its lead over GPT+{with_muon} shrinks with the budget, or is gone at 320M or 640M",
+                *_shrinks(results, own),
+            )
         )
     rows.append(("it is faster than GPT+ in tokens, but not in time", *_time(results)))
     rows.append(("it loses its lead over GPT+ with another stored scale, or with the defaults", *_settings(results)))
@@ -95,7 +109,15 @@ def _shrinks(results: Results, found: Sequence[Comparison]) -> tuple[str, str]:
     text = f"{bracketed(one, '+.3f')} at {first.budget}, {bracketed(two, '+.3f')} at {last.budget}"
     gone = last.adjusted is None or last.adjusted >= SIGNIFICANT or two.mean > 0
     change, noise = two.mean - one.mean, math.hypot(_half(one), _half(two))
-    return text, YES if gone or change > noise else NO
+    known = True
+    for budget in LARGEST:
+        longest = results.compare(first.one, first.two, budget)
+        if longest.difference is None:
+            known = known and results.diverged(first.one, budget)
+            continue
+        text += f", {difference(longest.difference.estimate.mean)} at {budget} (one seed)"
+        gone = gone or longest.difference.estimate.mean > 0
+    return text, YES if gone or change > noise else NO if known else paper.NOT_RUN
 
 
 def _half(interval: Interval) -> float:
@@ -107,13 +129,14 @@ def _time(results: Results) -> tuple[str, str]:
     for suffix, result in (("", results.with_adam), (":muon", results.with_muon)):
         for budget in BUDGETS:
             row = results.row(f"angpt{suffix}", budget, result)
-            known = known and row is not None
+            known = known and row is not None and None not in (row.speedup_tokens, row.speedup_seconds)
             if row is None or row.speedup_tokens is None or row.speedup_seconds is None:
                 continue
-            tokens, seconds = (_at_least(s) for s in (row.speedup_tokens, row.speedup_seconds))
-            if tokens > 1 >= seconds:
+            faster = row.speedup_tokens.relation != "<" and row.speedup_tokens.value > 1
+            if faster and _at_least(row.speedup_seconds) <= 1:
                 found.append(f"{label(f'angpt{suffix}')} at {budget}")
-    return listed(found), YES if found else NO if known else _open(results, results.primary)
+    unknown = paper.OPEN if all(c.difference for c in results.primary) else _open(results, results.primary)
+    return listed(found), YES if found else NO if known else unknown
 
 
 def _at_least(speed_up: SpeedUp) -> float:
@@ -140,7 +163,8 @@ def _settings(results: Results) -> tuple[str, str]:
         for title, ours, theirs in known
         if ours >= theirs
     ]
-    return "; ".join(lost), YES if lost else NO if len(known) == len(pairs) else paper.NOT_RUN
+    unknown = paper.DIVERGED if any(theirs == math.inf for _, _, theirs in known) else NO
+    return "; ".join(lost), YES if lost else unknown if len(known) == len(pairs) else paper.NOT_RUN
 
 
 def _one_optimizer(results: Results) -> tuple[str, str]:
@@ -151,8 +175,10 @@ def _one_optimizer(results: Results) -> tuple[str, str]:
             known = c.difference is not None and c.adjusted is not None
             lead = known and c.difference is not None and c.difference.estimate.mean < 0
             found[c.two] = (lead and (c.adjusted or 0.0) < SIGNIFICANT) if known else None
+    gone = {arm for arm in found if results.diverged(arm, last)}
+    found |= dict.fromkeys(gone, False)  # a model that diverged does not lead
     if None in found.values():
-        return "", paper.NOT_RUN
+        return "", _open(results, [c for c in results.primary if c.budget == last and c.one.startswith("gpt+")])
     text = ", ".join(f"{label(arm)}: {'leads' if leads else 'does not lead'}" for arm, leads in found.items())
     return f"at {last}, {text}", YES if len(set(found.values())) > 1 else NO
 
@@ -164,14 +190,15 @@ def weaknesses(results: Results) -> str:
     for arm in ARMS:
         if (best := best_trial(protocol.trials(arm, protocol.extended))) is None:
             continue
-        steps = [r for r in records(results.root / "tuning" / best.name) if r["kind"] == "train"]
-        shares[arm] = sum(r["grad_norm"] > 1 for r in steps) / max(1, len(steps))
+        if steps := [r for r in records(results.root / "tuning" / best.name) if r["kind"] == "train"]:
+            shares[arm] = sum(r["grad_norm"] > 1 for r in steps) / len(steps)
         if arm == "gpt+":
             memory = 1 / (best.settings["optimizer.lr"] * best.settings["optimizer.weight_decay"])
             short, long = (f"{100 * memory * SHARED['batch_tokens'] / tokens:.0f} %" for tokens in (80e6, 640e6))
             lines.append(
-                "- Only GPT+ has a setting that counts in steps: in its best trial with Adam, decay forgets a weight "
-                f"within 1/(lr·λ) = {memory:.0f} steps, {short} of a run of 80M tokens and {long} of one of 640M."
+                "- Besides β₂, only GPT+ has a tuned setting that counts in steps: in its best trial with Adam, decay "
+                f"forgets a weight within 1/(lr·λ) = {memory:.0f} steps, {short} of a run of 80M "
+                f"tokens and {long} of one of 640M."
             )
     clipped = ", ".join(f"{label(arm)} {100 * share:.0f} %" for arm, share in shares.items())
     lines.append(

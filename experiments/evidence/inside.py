@@ -52,8 +52,8 @@ def score_folded(run: Path, weights: Weights, data: Path, requests: Path) -> Non
     source, folder = open_source(run), run / weights
     model = fold(source.decoder())
     model = model if weights == "full" else quantize(model, weights)
-    store.save(folder, model, source.path, source.sha256(), source.training, source.tokenizer_path)
     try:
+        store.save(folder, model, source.path, source.sha256(), source.training, source.tokenizer_path)
         score(folder, data, requests)
     finally:
         for file in folder.glob("*.*"):

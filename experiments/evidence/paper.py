@@ -63,14 +63,12 @@ def judged(ours: Interval | None, theirs: float, none: float = 0.0) -> str:
 
 
 def bound_judged(ours: Interval, relation: str, theirs: float) -> str:
-    """The same for a speed-up that may be only a bound: `>` says that it is larger than `ours`, `<` smaller."""
+    """The same for a speed-up that may be only a bound: it is larger (>) or smaller (<) than the mean of `ours`."""
     if relation == "=":
         return judged(ours, theirs, 1.0)
     if relation == "<":
-        return FAILS if ours.high is not None and ours.high < 1 else OPEN
-    if ours.low is None or ours.low <= 1:
-        return OPEN
-    return HOLDS if ours.mean >= 1 + WEAKER * (theirs - 1) else WEAK
+        return FAILS if ours.mean < 1 else OPEN
+    return OPEN if ours.mean <= 1 else HOLDS if ours.mean >= 1 + WEAKER * (theirs - 1) else WEAK
 
 
 def change_judged(ours: Interval | None, theirs: float) -> str:

@@ -20,6 +20,7 @@ from angpt.results import Result, Row
 from angpt.stats import Difference, Interval, holm, welch_test
 from angpt.studies.folders import summarise_runs
 from angpt.studies.grid import folder_name
+from experiments.evidence import paper
 from experiments.evidence.protocol import (
     ABLATION_SEEDS,
     BUDGETS,
@@ -151,7 +152,7 @@ class Results:
         some of them are only bounds, a bound (> or <). None if one is missing, or if there are bounds of both kinds.
 
         The longest runs of GPT+ only extend its curve. The interval has the means of the ends over budgets, which share
-        the errors of this curve; a bound counts as its own end."""
+        the errors of this curve. A bound is the mean of these ends; the end of a bound is the bound itself."""
         rows = [self.row(recipe, budget, self.with_adam) for budget in BUDGETS]
         found = [row.speedup_tokens for row in rows if row and row.speedup_tokens]
         relations = {s.relation for s in found} - {"="}
@@ -160,7 +161,11 @@ class Results:
         lows = [s.low if s.relation == "=" else s.value for s in found]
         highs = [s.high if s.relation == "=" else s.value for s in found]
         low, high = (None if None in ends else fmean(x for x in ends if x is not None) for ends in (lows, highs))
-        return Interval(fmean(s.value for s in found), low, high), next(iter(relations), "=")
+        if not relations:
+            return Interval(fmean(s.value for s in found), low, high), "="
+        relation = relations.pop()
+        end = low if relation == ">" else high
+        return None if end is None else (Interval(end, None, None), relation)
 
     @cached_property
     def tie(self) -> float:
@@ -191,7 +196,7 @@ class Results:
     def claims(self) -> list[Claimed]:
         """Claims of the paper about the inside of its models, judged by the first seed of the final runs, or by earlier
         models until these are analysed."""
-        budget = next((b for b in INSIDE if any(self.root.glob(f"final/*-{b}-s{SEEDS[0]}/analysis.json"))), None)
+        budget = next((b for b in INSIDE if all(self._inside(arm, b) for arm in ARCHITECTURES)), None)
         if budget is None:
             table = EARLIER.read_text(encoding="utf-8").partition("| the paper |")[2].partition("\n\n")[0]
             cells = [line.replace("\\|", "¦").split(" | ") for line in table.splitlines()[2:]]
@@ -200,6 +205,12 @@ class Results:
         warm_up = [name for name in ("chosen", "warmup-0") if (self.sensitivity(name) / "analysis.json").exists()]
         both = [] if len(warm_up) < 2 else self._judged("sensitivity/gpt+-adam-*", "80M, tuning split, one seed")
         return [*finals, *(claim for claim in both if claim.paper.startswith("Without warm-up"))]
+
+    def _inside(self, arm: Recipe, budget: str) -> bool:
+        """True if the first seed of an arm is analysed, or has diverged so that it cannot be."""
+        name = f"{folder_name(arm)}-{budget}-s{SEEDS[0]}"
+        diverged = self.protocol.loss("final", name) == math.inf
+        return diverged or (self.root / "final" / name / "analysis.json").exists()
 
     def sensitivity(self, name: str) -> Path:
         """The folder of a sensitivity run of GPT+ with Adam."""
@@ -219,8 +230,12 @@ class Results:
         return False, self.losses(recipe, budget)[SEEDS[0]]
 
     def tasks_budget(self) -> str | None:
-        """The largest budget at which both arms of the paper's table of tasks were evaluated."""
-        return next((b for b in reversed(INSIDE) if all(self.evaluated(arm, b) for arm in ("gpt+", "angpt"))), None)
+        """The largest budget at which both arms of the paper's table were evaluated on all tasks."""
+        for budget in reversed(INSIDE):
+            found = [self.evaluated(arm, budget) for arm in ("gpt+", "angpt")]
+            if all(each is not None and all(map(each.task, paper.TASKS)) for each in found):
+                return budget
+        return None
 
     def evaluated(self, recipe: Recipe, budget: str, weights: str = "") -> Evaluation | None:
         """The tasks of the first seed of an arm, with 8-bit weights if their format is named; None without tasks."""
@@ -240,6 +255,11 @@ def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The stored records of a run."""
-    with gzip.open(folder / STORED, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The records of a run as they are stored, or extracted; empty if there are none."""
+    path = folder / STORED
+    if path.exists():
+        text = gzip.decompress(path.read_bytes()).decode()
+    else:
+        path = path.with_suffix("")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]

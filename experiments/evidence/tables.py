@@ -147,9 +147,8 @@ def speed_ups(results: Results) -> Table:
                 continue
             same, adam = results.row(arm, budget, own), results.row(arm, budget, results.against_adam)
             if same is None or adam is None:
-                rows.append(
-                    (label(arm), budget, "diverged" if results.diverged(arm, budget) else "not run yet", "", "")
-                )
+                ran = "no baseline" if results.complete(arm, budget) else "not run yet"
+                rows.append((label(arm), budget, "diverged" if results.diverged(arm, budget) else ran, "", ""))
                 continue
             found = [same.speedup_tokens, same.speedup_seconds, *([adam.speedup_tokens] if ":" in arm else [])]
             cells = [speedup(**vars(s)) if s else NONE for s in found]
@@ -191,13 +190,14 @@ def ablation(results: Results) -> Table:
 
 def changed(results: Results, found: Losses, base: Losses, theirs: float) -> tuple[str, str]:
     """The change of the loss, and whether it agrees with that of the paper: infinite if the paper's run diverged."""
+    if None in base.values() or None in found.values():
+        return "", paper.NOT_RUN
     if math.inf in base.values():
         return "", paper.DIVERGED
-    if math.inf in found.values():
-        return "", paper.HOLDS if theirs > 1 else paper.FAILS
+    if math.inf in found.values():  # worse than any loss, as the paper says of some
+        return "", paper.HOLDS if theirs > 1 else paper.WEAK if theirs >= paper.SMALL else paper.FAILS
     ours = results.change(finite(found), finite(base))
-    if ours is None:
-        return "", paper.NOT_RUN
+    assert ours is not None
     if theirs == math.inf:  # ours did not diverge, but may be worse
         return overhead(ours, 2), paper.WEAK if ours.low is not None and ours.low > 0 else paper.FAILS
     return overhead(ours, 2), paper.change_judged(ours, theirs)

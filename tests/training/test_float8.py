@@ -1,9 +1,5 @@
 """Runs in 8 bits: what they record, and where they are refused."""
 
-import sys
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,7 +13,6 @@ from angpt.training.launch import start
 from angpt.training.layers import float8_scalars
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
-from experiments import fp8
 from tests.optim.test_adam import batches, tiny
 from tests.training.conftest import small
 
@@ -106,34 +101,3 @@ def test_records_of_a_compiled_model_do_not_recompile_it():
     float8_scalars(compute, batch)
     with torch._dynamo.config.patch(error_on_recompile=True):
         compute(*batch)
-
-
-def test_the_table_of_the_experiment_names_runs_that_diverged(data, tmp_path, monkeypatch, capsys):
-    """And does not start them again."""
-    calls = []
-
-    def train(arguments):
-        given = (arguments[arguments.index(name) + 1] for name in ("--out", "--seed", "--precision"))
-        out, seed, precision = Path(next(given)), int(next(given)), next(given)
-        calls.append(out.name)
-        start(small(data, seed=seed, precision=precision, record_fp8=precision == "fp8", layers_every=4), out, Quiet())
-        if out.name == "angpt-fp8-s1":
-            run = Run.open(out)
-            run.write_summary(replace(run.summary(), status="diverged"))
-            sys.exit(4)
-
-    monkeypatch.setattr("angpt.cli.main.main", train)
-    monkeypatch.setattr(fp8, "ARCHITECTURES", ("angpt",))
-    for _ in range(2):
-        fp8.compare(tmp_path, [])
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-        head, _, first, second, third, mean = rows
-        assert float(first[3]) - float(first[2]) == pytest.approx(float(first[4]), abs=2e-4)
-        assert second[3:6] == ["diverged", "", ""]
-        assert mean[1] == "mean, standard error of 2"
-        assert float(mean[4].split()[0]) == pytest.approx((float(first[4]) + float(third[4])) / 2, abs=2e-4)
-        records = [r for r in Run.open(tmp_path / "angpt-fp8-s0").records() if r["kind"] == "fp8"]
-        most = max(max(r[name]) for r in records for name in r if name.endswith("_saturated"))
-        assert float(first[6].split()[0]) == pytest.approx(most, rel=0.1)
-        assert {len(row) for row in rows} == {len(head)}
-    assert len(calls) == 6
