@@ -12,7 +12,13 @@ from scipy import stats
 
 from angpt.training.run import Run
 from experiments.evidence import eight_bits, tokens
+from experiments.evidence.protocol import Protocol
 from experiments.evidence.queue import Queue, Speed, rehearsal
+from tests.test_evidence import stored
+
+
+def table(root):
+    return eight_bits.table(root, Protocol((root,)).loss)
 
 
 def test_runs_are_pairs_and_the_table_is_computed_from_them(tmp_path, monkeypatch):
@@ -21,7 +27,7 @@ def test_runs_are_pairs_and_the_table_is_computed_from_them(tmp_path, monkeypatc
     monkeypatch.setattr(eight_bits, "ARCHITECTURES", ("angpt", "gpt+"))
     tokens.make_up(tmp_path)
     queue = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
-    assert "not run yet" in eight_bits.table(tmp_path / "evidence").markdown()
+    assert "not run yet" in table(tmp_path / "evidence").markdown()
     queue.run(1e9, tmp_path / "a.tar", stages=["fp8"])
     with tarfile.open(tmp_path / "a.tar") as tar:
         tar.extractall(tmp_path / "evidence", filter="data")
@@ -30,10 +36,11 @@ def test_runs_are_pairs_and_the_table_is_computed_from_them(tmp_path, monkeypatc
     assert sorted(runs) == sorted(
         f"{a}-32M-{p}-s{s}" for a in ("angpt", "gpt+") for p in ("bf16", "fp8") for s in (0, 1)
     )
+    loss = Protocol((tmp_path / "evidence",)).loss
     for architecture in ("angpt", "gpt+"):
         low, high = (runs[f"{architecture}-32M-{p}-s0"] for p in ("bf16", "fp8"))
         assert (low.config().precision, high.config().precision) == ("bf16", "fp8")
-        pair = eight_bits.read_pair(tmp_path / "evidence", architecture, "32M", 0)
+        pair = eight_bits.read_pair(tmp_path / "evidence", loss, architecture, "32M", 0)
         assert pair.losses == (low.summary().val_loss, high.summary().val_loss)
         assert pair.difference != 0
         ends = [[r["loss"] for r in run.records() if r["kind"] == "train"][-1] for run in (low, high)]
@@ -46,7 +53,7 @@ def test_runs_are_pairs_and_the_table_is_computed_from_them(tmp_path, monkeypatc
             if name.endswith("_saturated")
         ]
         assert pair.saturated == (max(shares)[0], max(shares)[1].removesuffix("_saturated"))
-    lines = eight_bits.table(tmp_path / "evidence").markdown().splitlines()
+    lines = table(tmp_path / "evidence").markdown().splitlines()
     assert [line.split(" | ")[2] for line in lines[2:]] == ["0", "1", "mean"] * 2
     assert f"{pair.losses[0]:.4f} | {pair.losses[1]:.4f}" in lines[5]
 
@@ -93,3 +100,10 @@ def test_the_last_tenth_of_what_is_stored():
 def test_a_run_that_diverged_has_no_difference():
     cells = eight_bits._cells(eight_bits.Pair((3.5, float("nan")), 0.1, (0.25, "W_d_input")))
     assert cells == ("3.5000", "diverged", "", "", "0.25 (W_d_input)")
+
+
+def test_runs_without_records_have_a_row_all_the_same(tmp_path):
+    for name in ("angpt-32M-bf16-s0", "angpt-32M-fp8-s0"):
+        stored(tmp_path / "fp8", name, 3.5)
+    rows = table(tmp_path).rows
+    assert rows[0] == ("anGPT", "32M", "0", "3.5000", "3.5000", "+0.0000", "", "")

@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from angpt.analysis.analyse import Analysis
+from angpt.errors import UserError
 from angpt.evaluation.results import read_results
 from angpt.training.run import Run
 from experiments.evidence import inside, pages, queue, relatives, tables, tokens
@@ -37,6 +38,7 @@ def trained(monkeypatch):
         (job.folder / "metrics.jsonl").write_text(
             '{"kind": "train", "step": 1, "tokens": 9, "loss": 4.5, "grad_norm": 1.5}\n'
         )
+        (job.folder / "checkpoints" / "step-1").mkdir(parents=True)
         return Run(job.folder).summary()
 
     monkeypatch.setattr(queue, "bring_to_end", bring_to_end)
@@ -64,8 +66,9 @@ def test_processes_share_the_queue_by_names(tmp_path):
 def test_the_queue_keeps_the_order_of_the_protocol_and_packs_what_ended(tmp_path, trained):
     q = Queue(tmp_path / "runs", tmp_path / "evidence")
     q.run(1e9, tmp_path / "a.tar", commit="abc")
-    assert {item.stage for item in q.pending()} == set(queue.ON_DEMAND)
-    q.run(1e9, tmp_path / "a.tar", stages=queue.ON_DEMAND)
+    others = [stage for stage in queue.STAGES if stage not in queue.BY_DEFAULT]
+    assert {item.stage for item in q.pending()} == set(others)
+    q.run(1e9, tmp_path / "a.tar", stages=others)
     first = [name for name in trained if name.startswith("tuning/")]
     assert [name[-2:] for name in first[: 6 * TRIED]] == [f"{i:02d}" for i in range(TRIED) for _ in ARMS]
     stages = list(dict.fromkeys(name.partition("/")[0] for name in trained if "/" in name))
@@ -99,9 +102,8 @@ def test_a_run_that_would_not_end_in_time_is_not_started(tmp_path, trained):
     needed = queue.MARGIN * q.seconds(first) + queue.RESERVE_SECONDS
     q.run(needed - 1, tmp_path / "a.tar", stages=["tuning"])
     assert not trained
-    q.run(needed - 1, tmp_path / "a.tar")  # what is shorter and waits for nothing fills the gap
-    assert trained
-    assert {name.partition("/")[0] for name in trained} <= {"relatives", "optimizers", "transfer", "rates", "batches"}
+    q.run(needed - 1, tmp_path / "a.tar", stages=["tuning", "batches"])  # what is shorter fills the gap
+    assert {name.partition("/")[0] for name in trained} == {"batches"}
     q.run(needed + 5, tmp_path / "a.tar", stages=["tuning"], start=time.monotonic())
     assert "tuning/gpt+-adam-00" in trained
 
@@ -155,7 +157,8 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     item = next(q.pending(["tuning"]))
     scored = tokens.make_up_requests(tmp_path / "requests")
     inside = dataclasses.replace(item, name="inside", analysed=True, evaluated=True, quantized=True)
-    q.train(inside, None, scored, "")
+    assert q.train(inside, 1e3).status == "finished"
+    assert q.finish(inside, scored)
     folder = tmp_path / "runs" / "tuning" / "inside"
     assert Analysis.read(folder / "analysis.json").runs[0].norms is not None
     evaluated = {form: read_results(folder / form) for form in ("", "full", "int8", "fp8")}
@@ -171,7 +174,7 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
 
     long = dataclasses.replace(item.config, tokens=str(256 * 40_000), eval_every=40_000)
     longer = dataclasses.replace(item, build=lambda: long)
-    stopped = q.train(longer, 1.0, None, "")
+    stopped = q.train(longer, 1.0)
     assert stopped.status == "interrupted"
     assert 0 < stopped.step < 40_000
     assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
@@ -181,7 +184,7 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
         assert "tuning/inside/analysis.json" in names
         assert {"tuning/inside/eval/results.json", "tuning/inside/int8/eval/results.json"} <= set(names)
         assert not [name for name in names if name.startswith(str(item.folder))]
-    again = q.train(longer, 1.0, None, "")
+    again = q.train(longer, 1.0)
     assert again.step > stopped.step
 
 
@@ -200,10 +203,72 @@ def test_weights_stay_if_what_needs_them_failed(tmp_path, monkeypatch, capsys):
     q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
     item = dataclasses.replace(next(q.pending(["tuning"])), analysed=True, evaluated=True)
     monkeypatch.setattr(inside, "score", lambda *_: 1 / 0)
-    q.train(item, None, tokens.make_up_requests(tmp_path / "requests"), "")
+    requests = tokens.make_up_requests(tmp_path / "requests")
+    q.train(item, 1e3)
+    assert not q.finish(item, requests)
     assert "not measured: ZeroDivisionError" in capsys.readouterr().out
     assert (tmp_path / "runs" / item.folder / "analysis.json").exists()
     assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
+    monkeypatch.setattr(Protocol, "items", lambda self: iter([item]))
+    assert list(q.pending()) == [item]  # ended, but its weights wait
+    monkeypatch.undo()
+    assert q.finish(item, requests)
+    assert not (tmp_path / "runs" / item.folder / "checkpoints").exists()
+
+
+def test_a_run_is_packed_before_it_is_looked_into(tmp_path, trained, monkeypatch):
+    """Whatever happens during the analysis: what training has found is in the archive."""
+    tuned(tmp_path / "evidence")
+    q, packed = Queue(tmp_path / "runs", tmp_path / "evidence"), []
+    item = next(item for item in q.pending(["final"]) if item.analysed)
+    monkeypatch.setattr(Protocol, "items", lambda self: iter([item]))
+    monkeypatch.setattr(queue, "pack", pack)
+
+    def look_inside(item, folder, requests):
+        with tarfile.open(tmp_path / "a.tar") as tar:
+            packed.extend(tar.getnames())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(queue, "look_inside", look_inside)
+    with pytest.raises(KeyboardInterrupt):
+        q.run(1e9, tmp_path / "a.tar", requests=tmp_path)
+    assert {f"{item.folder}/{name}" for name in ("config.toml", "summary.json", "metrics.jsonl.gz")} <= set(packed)
+
+
+def test_every_run_is_stopped_early_enough_for_its_analysis(tmp_path, trained, monkeypatch):
+    tuned(tmp_path / "evidence")
+    limits = {}
+    q = Queue(tmp_path / "runs", tmp_path / "evidence")
+    train = q.train
+    monkeypatch.setattr(q, "train", lambda item, limit, commit: [limits.update({item: limit}), train(item, limit)][1])
+    q.run(1e6, tmp_path / "a.tar", stages=["final"], requests=tmp_path)
+    longest = max(limits.values())
+    for item, limit in limits.items():
+        assert limit == pytest.approx(
+            1e6 - queue.RESERVE_SECONDS - queue.OVERHEAD_SECONDS - queue.afterwards(item), abs=60
+        )
+    assert min(limits.values()) < longest - queue.ANALYSIS_SECONDS
+
+
+def test_archives_have_what_evidence_lacks(tmp_path):
+    """A run whose analysis came later is packed again."""
+    for root in ("runs", "evidence"):
+        stored(tmp_path / root / "final", "angpt-320M-s1", 3.0)
+
+    def names():
+        pack(tmp_path / "runs", tmp_path / "a.tar", evidence=tmp_path / "evidence")
+        with tarfile.open(tmp_path / "a.tar") as tar:
+            return tar.getnames()
+
+    assert names() == []
+    (tmp_path / "runs/final/angpt-320M-s1/analysis.json").write_text("{}")
+    assert "final/angpt-320M-s1/analysis.json" in names()
+
+
+def test_a_missing_task_is_found_at_the_start(tmp_path):
+    tokens.make_up_requests(tmp_path / "requests")
+    with pytest.raises(UserError, match=r"requests/\w+\.safetensors"):
+        main(["run", "--requests", str(tmp_path / "requests"), "--seconds", "9", "--archive", str(tmp_path / "a.tar")])
 
 
 def test_the_command_for_metrics_names_the_runs_that_are_scored(tmp_path):

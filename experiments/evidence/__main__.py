@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command.add_argument(
             "--runs", type=Path, default=ROOT / "runs" / "evidence", help="run folders of this machine"
         )
-        command.add_argument("--stages", nargs="*", default=[], help="only these: tuning final ablation sensitivity …")
+        command.add_argument(
+            "--stages", nargs="*", default=[], help="only these; run: unless given, tuning final ablation sensitivity"
+        )
         command.add_argument(
             "--names", default="*", help="only runs with such names, as angpt-muon-*: several processes can share a GPU"
         )
@@ -44,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("--parts", type=Path, help="folder of compressed parts of the text to extract first")
     running.add_argument("--requests", type=Path, help="requests of tasks (`angpt eval --write-requests`) to score")
     running.add_argument("--carry-over", action="store_true", help="start a run that must go on in the next call")
-    running.add_argument("--commit", default="", help="noted in the summary of each run")
+    running.add_argument("--commit", default="", help="of the package, noted in the summary of each run")
     rehearsing = commands.add_parser("rehearse", help="the whole queue with a tiny model on the CPU")
     rehearsing.add_argument("--seconds", type=float, default=60.0)
     commands.add_parser("pages", help="write tables and figures of docs/evidence from its run folders")
     args = parser.parse_args(arguments)
 
+    from angpt.evaluation.evaluate import read_requests
+    from angpt.evaluation.tasks import choose
     from experiments.evidence import tokens
     from experiments.evidence.queue import Queue, Speed, rehearsal
 
@@ -73,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         args.archive = args.archive.resolve()
         os.chdir(ROOT)  # configurations name their data from here
+        if args.requests is not None:
+            read_requests(args.requests, choose(["paper"]))  # a task that is missing must not be missed hours later
         if args.parts is not None:
             tokens.arrange(args.parts, ROOT)
             print(f"{time.monotonic() - START:5.0f} s  tokens are extracted", flush=True)

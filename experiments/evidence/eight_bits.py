@@ -10,19 +10,18 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from angpt.config import ModelConfig
+from angpt.config import ModelConfig, TrainConfig
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label
 from angpt.stats import mean_interval
-from experiments.evidence.protocol import EVIDENCE, KEPT_EVERY, Item, Protocol, configured
-from experiments.evidence.results import records
+from experiments.evidence.items import KEPT_EVERY, Item, Losses, configured, records
 
 STAGE = "fp8"
 ARCHITECTURES = ("angpt", "ngpt", "gpt+")
 BATCHES = {"32M": 65_536, "125M": 32_768}
 """Tokens of a step by size; 100M tokens are 1,526 and 3,052 steps."""
 TOKENS, SEEDS, PRECISIONS = "100M", (0, 1, 2), ("bf16", "fp8")
-RECORDS = 100
+RECORDS = 30
 """Records of saturated numbers per run."""
 LARGEST = 0.01
 """A mean difference of losses above this is a cost, whatever its standard error."""
@@ -39,7 +38,7 @@ def items() -> Iterator[Item]:
         yield Item(STAGE, run_name(architecture, size, precision, seed), build)
 
 
-def config(architecture: str, size: str, precision: str, seed: int) -> Any:
+def config(architecture: str, size: str, precision: str, seed: int) -> TrainConfig:
     """The configuration of a run: the defaults of `angpt train` for this size and budget, with Adam."""
     batch, model = BATCHES[size], ModelConfig.size(size)
     steps = round(float(TOKENS[:-1]) * 1e6 / batch)
@@ -75,19 +74,18 @@ class Pair:
     training: float
     """Difference of the mean training losses of `last_tenth`, which have the same batches."""
     saturated: tuple[float, str]
-    """The largest share of an input or output gradient that saturated, in any layer and record, and which it was."""
+    """The largest share of an input or output gradient that saturated, in any layer and record, and which it was; NaN
+    without records."""
 
     @property
     def difference(self) -> float:
         return self.losses[1] - self.losses[0]
 
 
-def read_pair(root: Path, architecture: str, size: str, seed: int) -> Pair | None:
+def read_pair(root: Path, loss: Losses, architecture: str, size: str, seed: int) -> Pair | None:
     """The pair of a seed; None until both runs have ended."""
-    protocol = Protocol((root,))
     names = [run_name(architecture, size, precision, seed) for precision in PRECISIONS]
-    losses = [protocol.loss(STAGE, name) for name in names]
-    bf16, fp8 = (math.nan if loss == math.inf else loss for loss in losses)
+    bf16, fp8 = (math.nan if end == math.inf else end for end in (loss(STAGE, name) for name in names))
     if bf16 is None or fp8 is None:
         return None
     of_both = [records(root / STAGE / name) for name in names]
@@ -104,18 +102,20 @@ def read_pair(root: Path, architecture: str, size: str, seed: int) -> Pair | Non
 
 def last_tenth(run: Sequence[Mapping[str, Any]]) -> float:
     """The mean training loss of the stored steps of the last tenth of a run, which are evenly spaced; of its last step
-    if there are none."""
+    if there are none, and NaN without records."""
     steps = {r["step"]: r["loss"] for r in run if r["kind"] == "train" and r["loss"] is not None}
+    if not steps:
+        return math.nan
     last = max(steps)
     return fmean([loss for s, loss in steps.items() if s > 0.9 * last and s % KEPT_EVERY == 0] or [steps[last]])
 
 
-def table(root: Path = EVIDENCE) -> Table:
+def table(root: Path, loss: Losses) -> Table:
     """A row for each pair and, where all seeds have ended, the mean of an architecture and size with its verdict."""
     head = ("", "size", "seed", "bf16", "fp8", "fp8 − bf16", "at the end of training", "largest share that saturates")
     rows: list[tuple[str, ...]] = []
     for size, architecture in product(BATCHES, ARCHITECTURES):
-        found = [read_pair(root, architecture, size, seed) for seed in SEEDS]
+        found = [read_pair(root, loss, architecture, size, seed) for seed in SEEDS]
         for seed, pair in zip(SEEDS, found, strict=True):
             rows.append((label(architecture), size, str(seed), *_cells(pair)))
         pairs = [pair for pair in found if pair is not None]
@@ -129,8 +129,9 @@ def _cells(pair: Pair | None) -> tuple[str, ...]:
         return "not run yet", "", "", "", ""
     losses = ["diverged" if math.isnan(loss) else f"{loss:.4f}" for loss in pair.losses]
     share, name = pair.saturated
-    differences = ["" if math.isnan(pair.difference) else f"{x:+.4f}" for x in (pair.difference, pair.training)]
-    return *losses, *differences, f"{share:.2g} ({name})" if share else "0"
+    both = pair.difference, pair.training
+    differences = ["" if math.isnan(pair.difference + x) else f"{x:+.4f}" for x in both]
+    return *losses, *differences, "" if math.isnan(share) else f"{share:.2g} ({name})" if share else "0"
 
 
 def _means(pairs: list[Pair]) -> tuple[str, str]:

@@ -9,8 +9,9 @@ from angpt.present.words import bracketed, label, listed, plural
 from angpt.results import SpeedUp
 from angpt.stats import Interval
 from experiments.evidence import paper
+from experiments.evidence.items import records
 from experiments.evidence.protocol import BUDGETS, LARGEST, SEEDS, SENSITIVITY, SHARED
-from experiments.evidence.results import SIGNIFICANT, Comparison, Results, records
+from experiments.evidence.results import SIGNIFICANT, Comparison, Results
 from experiments.evidence.tables import DEFAULTS, difference, probability
 from experiments.evidence.trials import ARMS, arm_name, best_trial
 
@@ -38,11 +39,13 @@ def findings(results: Results) -> str:
         if c.difference is None:
             missing += not gone
         elif c.adjusted is None or c.adjusted >= SIGNIFICANT:
-            open_.append(pair)
+            open_.append(f"{pair}, {bracketed(c.difference.estimate, '+.4f')}")
         else:
             text = f"{label(c.two)} against {label(c.one)} at {c.budget}: {bracketed(c.difference.estimate, '+.4f')}, "
             text += f"p = {probability(c.adjusted)}"
             (worse if c.difference.estimate.mean > 0 else better).append(text)
+    longest = [(arm, budget) for budget, arms in LARGEST.items() for arm in arms]
+    diverged += [f"{label(arm)} at {budget}" for arm, budget in longest if results.diverged(arm, budget)]
     lines = [f"- **{text}: anGPT is worse.**" for text in worse + behind(results)]
     lines += [f"- Diverged, and therefore not compared: {listed(diverged)}."] if diverged else []
     lines += [f"- Not told apart: {'; '.join(open_)}."] if open_ else []
@@ -101,23 +104,29 @@ def _worse(results: Results) -> tuple[str, str]:
 
 
 def _shrinks(results: Results, found: Sequence[Comparison]) -> tuple[str, str]:
-    """The difference at the smallest and the largest budget; it shrinks if its change is larger than both intervals."""
+    """The difference at the smallest and at every larger budget. It shrinks if its change is larger than its noise, and
+    is gone where anGPT diverged or is not told apart: where there is one seed, if the difference is a tie."""
     first, last = found[0], found[-1]
+    longest = [results.compare(first.one, first.two, budget) for budget in LARGEST]
+    if any(results.diverged(c.two, c.budget) and not results.diverged(c.one, c.budget) for c in (last, *longest)):
+        where = [c.budget for c in (last, *longest) if results.diverged(c.two, c.budget)]
+        return f"{label(first.two)} diverged at {listed(where)}", YES
     if first.difference is None or last.difference is None:
         return "", _open(results, [first, last])
     one, two = first.difference.estimate, last.difference.estimate
     text = f"{bracketed(one, '+.3f')} at {first.budget}, {bracketed(two, '+.3f')} at {last.budget}"
     gone = last.adjusted is None or last.adjusted >= SIGNIFICANT or two.mean > 0
-    change, noise = two.mean - one.mean, math.hypot(_half(one), _half(two))
+    shrunk = two.mean - one.mean > math.hypot(_half(one), _half(two))
     known = True
-    for budget in LARGEST:
-        longest = results.compare(first.one, first.two, budget)
-        if longest.difference is None:
-            known = known and results.diverged(first.one, budget)
+    for c in longest:
+        if c.difference is None:
+            known = known and results.diverged(c.one, c.budget)
             continue
-        text += f", {difference(longest.difference.estimate.mean)} at {budget} (one seed)"
-        gone = gone or longest.difference.estimate.mean > 0
-    return text, YES if gone or change > noise else NO if known else paper.NOT_RUN
+        lead = c.difference.estimate.mean
+        text += f", {difference(lead)} at {c.budget} (one seed)"
+        gone = gone or lead > -results.tie
+        shrunk = shrunk or lead - one.mean > math.hypot(_half(one), results.tie)
+    return text, YES if gone or shrunk else NO if known else paper.NOT_RUN
 
 
 def _half(interval: Interval) -> float:
@@ -132,8 +141,7 @@ def _time(results: Results) -> tuple[str, str]:
             known = known and row is not None and None not in (row.speedup_tokens, row.speedup_seconds)
             if row is None or row.speedup_tokens is None or row.speedup_seconds is None:
                 continue
-            faster = row.speedup_tokens.relation != "<" and row.speedup_tokens.value > 1
-            if faster and _at_least(row.speedup_seconds) <= 1:
+            if _at_least(row.speedup_tokens) > 1 >= _at_least(row.speedup_seconds):
                 found.append(f"{label(f'angpt{suffix}')} at {budget}")
     unknown = paper.OPEN if all(c.difference for c in results.primary) else _open(results, results.primary)
     return listed(found), YES if found else NO if known else unknown

@@ -7,7 +7,7 @@ from typing import get_args
 
 from angpt.config import Weights
 from angpt.training.run import Run
-from experiments.evidence.protocol import Item
+from experiments.evidence.items import Item
 
 FORMS: tuple[Weights, ...] = get_args(Weights)
 """Formats of the matrices of folded models that are compared: they differ in nothing else."""

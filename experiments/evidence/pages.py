@@ -6,7 +6,7 @@ from angpt.present.style import styled
 from angpt.present.tables import replace_marked
 from experiments.evidence import eight_bits, figures, findings, paper, relatives, sweeps, tables
 from experiments.evidence.exhibits import exhibits
-from experiments.evidence.protocol import EVIDENCE
+from experiments.evidence.items import EVIDENCE
 from experiments.evidence.results import Results
 
 PAGES = (
@@ -62,7 +62,7 @@ def marked(results: Results) -> dict[str, str]:
         "rates": sweeps.rates(),
         "batches": sweeps.batches(),
         "batch-laws": sweeps.batch_laws(),
-        "fp8": eight_bits.table(results.root),
+        "fp8": eight_bits.table(results.root, protocol.loss),
     }
     shown = {f"figure {name}": f"![{title}](figures/{name}.png)\n" for name, title in figures.titles(results).items()}
     return (

@@ -6,18 +6,18 @@ choice decides the settings of the final runs, ablations and sensitivity runs. N
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from angpt.config import Recipe, TrainConfig
-from angpt.serialization import from_dict
 from angpt.studies.grid import folder_name
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
+from experiments.evidence import eight_bits, relatives
+from experiments.evidence.items import EVIDENCE, Item, configured
 from experiments.evidence.stored import StoredStudy, study_config
 from experiments.evidence.trials import (
     ADDED,
@@ -33,11 +33,7 @@ from experiments.evidence.trials import (
     space_of,
 )
 
-HERE = Path(__file__).resolve().parent
-EVIDENCE = HERE.parents[1] / "docs" / "evidence"
 TRIALS = EVIDENCE / "trials.json"
-KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
-"""Of the records of training steps, every tenth is stored, in a file of this name."""
 
 SEEDS = (1, 2, 3)
 BUDGETS = {"80M": ARMS, "160M": ARMS, "320M": ARMS}
@@ -77,47 +73,6 @@ RELATED = ("gpt+/ln-scaling", "gpt+/dyt")
 """Related work, whose learning rate is searched as in the paper, the other settings being those of GPT+."""
 RELATED_RATES = (0.5, 1.0, 2.0)
 ABLATION_SEEDS = (1, 2)
-
-
-@dataclass(frozen=True)
-class Item:
-    """A run that the protocol calls for."""
-
-    stage: str
-    name: str
-    build: Callable[[], TrainConfig]
-    """Makes the configuration, which takes longer than to find that the run has ended."""
-    change: str = ""
-    """Name of a change of Muon (relatives.py)."""
-    provisional: bool = False
-    """True while the runs that decide its settings have not ended: it cannot start."""
-    analysed: bool = False
-    """True if the model is analysed after its training, as long as its weights exist."""
-    evaluated: bool = False
-    """True if it is also evaluated on tasks."""
-    quantized: bool = False
-    """True if its 8-bit forms are evaluated, too."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.stage) / self.name
-
-    @cached_property
-    def config(self) -> TrainConfig:
-        return self.build()
-
-
-def configured(*layers: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run from tables and dotted names, of which later ones win."""
-    values: dict[str, Any] = {"model": {}, "data": {}, "optimizer": {}}
-    for layer in layers:
-        for key, value in layer.items():
-            group, _, last = key.rpartition(".")
-            if isinstance(value, Mapping):
-                values[key] = values[key] | dict(value)
-            else:
-                (values[group] if group else values)[last] = value
-    return from_dict(TrainConfig, values)
 
 
 class Protocol:
@@ -274,8 +229,6 @@ class Protocol:
 
     def files(self) -> Iterator[Item]:
         """Relatives of Muon, the runs of study files beside this module, and losses in 8 bits."""
-        from experiments.evidence import eight_bits, relatives
-
         yield from relatives.items(self.loss)
         for stage, file in FILES:
             earlier = SWEEPS[:-1] if stage == SWEEPS[-1] else ()

@@ -30,7 +30,8 @@ from angpt.training.run import Run, Summary
 from angpt.training.trainer import Trainer
 from experiments.evidence import relatives
 from experiments.evidence.inside import FORMS, look_inside
-from experiments.evidence.protocol import DATA, EVIDENCE, KEPT_EVERY, STORED, Item, Protocol
+from experiments.evidence.items import EVIDENCE, KEPT_EVERY, STORED, Item
+from experiments.evidence.protocol import DATA, Protocol
 
 STAGES = {
     "tuning": "1 tuning trials",
@@ -47,9 +48,9 @@ STAGES = {
     "fp8": "losses in 8 bits",
 }
 """Stages in words; those with a number are the parts of docs/evidence.md."""
-ON_DEMAND = ("defaults", "scaling", "fp8")
-"""Stages that run only if they are named: rules.toml, whose defaults the first two have, must carry what the tuning
-found first, and losses in 8 bits are another question."""
+BY_DEFAULT = ("tuning", "final", "ablation", "sensitivity")
+"""Stages that run unless others are named. The rest answers other questions, or has defaults of rules.toml, which must
+carry what the tuning found first."""
 OVERHEAD_SECONDS = 6.0
 """Compiling, evaluation, and the start of a run; measured: 3 to 18."""
 ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
@@ -86,9 +87,13 @@ class Speed:
         """The time of a run, of which a part is done already."""
         plan = make_plan(dataclasses.replace(item.config, device="cpu"))
         rate = self.by_model.get(_model(plan.config)) or self.flops / plan.flops_per_token
-        steps = (1 - done) * plan.steps * plan.batch_tokens / rate
-        scored = item.evaluated * (1 + item.quantized * len(FORMS))
-        return steps + OVERHEAD_SECONDS + ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * scored
+        return (1 - done) * plan.steps * plan.batch_tokens / rate + OVERHEAD_SECONDS + afterwards(item)
+
+
+def afterwards(item: Item) -> float:
+    """The time that a model takes after its training: analysis and tasks."""
+    scored = item.evaluated * (1 + item.quantized * len(FORMS))
+    return ANALYSIS_SECONDS * item.analysed + TASKS_SECONDS * scored
 
 
 def _model(config: TrainConfig) -> tuple[int, int, int, bool]:
@@ -117,18 +122,22 @@ class Queue:
         return Protocol((self.evidence, self.runs), self.adapt)
 
     def pending(self, stages: Sequence[str] = ()) -> Iterator[Item]:
-        """The runs that have not ended, in order."""
+        """The runs that have not ended, in order; and those that have, but whose weights wait to be looked at."""
         for item in self.protocol().items():
             known = any(ended(root / item.folder) is not None for root in (self.evidence, self.runs))
+            known = known and not (item.analysed and self._saved(item))
             if not known and (not stages or item.stage in stages) and fnmatch(item.name, self.names):
                 yield item
 
     def seconds(self, item: Item) -> float:
         """The expected time of a run, by its model and by how the runs of this process compared with estimates."""
+        recent = [took / expected for expected, took in self.walls[-3:]]
+        return self._estimate(item) * max(1.0, statistics.median(recent or [1.0]))
+
+    def _estimate(self, item: Item) -> float:
         plan = make_plan(dataclasses.replace(item.config, device="cpu"))
         done = newest_values(self.runs / item.folder).get("step", 0) / plan.steps if self._saved(item) else 0.0
-        recent = [took / expected for expected, took in self.walls[-3:]]
-        return self.speed.seconds(item, done) * max(1.0, statistics.median(recent or [1.0]))
+        return self.speed.seconds(item, done)
 
     def _saved(self, item: Item) -> bool:
         return any((self.runs / item.folder / "checkpoints").glob("step-*"))
@@ -146,31 +155,36 @@ class Queue:
     ) -> None:
         """Run what is pending until all is done or nothing else would end before the limit.
 
-        With `carry_over`, the next run is then started all the same and stopped in time, with a checkpoint: the folder
-        of runs must still be there when the queue goes on.
+        A run that takes longer than expected is stopped with a checkpoint, early enough for its analysis. With
+        `carry_over`, the next run is started at the end although it cannot end: the folder of runs must still be there
+        when the queue goes on.
         """
         begin = time.monotonic() if start is None else start
         failed: set[Path] = set()
         with kept_compilation():
             while True:
-                left, limit = seconds - RESERVE_SECONDS - (time.monotonic() - begin), None
-                called = (i for i in self.pending(stages) if i.stage in stages or i.stage not in ON_DEMAND)
+                left = seconds - RESERVE_SECONDS - (time.monotonic() - begin)
+                called = self.pending(stages or BY_DEFAULT)
                 ready = (i for i in called if not waits_for(i, requests) and i.folder not in failed)
                 first = next(ready, None)
                 item = next((i for i in chain([first], ready) if i and MARGIN * self.seconds(i) < left), None)
-                if item is None and carry_over and left > 4 * OVERHEAD_SECONDS:
-                    item, limit = first, left - OVERHEAD_SECONDS
+                if item is None and carry_over and first and left > 4 * OVERHEAD_SECONDS + afterwards(first):
+                    item = first
                 if item is None:
                     break
-                expected, now = self.speed.seconds(item), time.monotonic()
+                expected, now = self._estimate(item), time.monotonic()
                 try:
-                    summary = self.train(item, limit, requests, commit)
+                    summary = self.train(item, left - OVERHEAD_SECONDS - afterwards(item), commit)
+                    if summary.status != "interrupted":
+                        pack(self.runs, archive, self.names, self.evidence)  # whatever becomes of the analysis
+                        if not self.finish(item, requests):
+                            failed.add(item.folder)
                 except Exception as error:  # one run must not cost the others their time
                     failed.add(item.folder)
                     print(f"{item.folder}: failed: {type(error).__name__}: {error}", flush=True)
                     continue
                 took = time.monotonic() - now
-                if limit is None:
+                if summary.status != "interrupted":
                     self.walls.append((expected, took))
                 loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
@@ -178,8 +192,8 @@ class Queue:
         pack(self.runs, archive, self.names, self.evidence)
         print("\n".join(self.lines(stages)), flush=True)
 
-    def train(self, item: Item, limit: float | None, requests: Path | None, commit: str) -> Summary:
-        """Bring one run to its end, or to a checkpoint at the limit; remove the weights of one that has ended."""
+    def train(self, item: Item, limit: float, commit: str = "") -> Summary:
+        """Bring one run to its end, or to a checkpoint at the limit; make the file of its records that is stored."""
         folder = self.runs / item.folder
         gc.collect()  # memory of the run before, CUDA graphs included
         end = nullcontext() if item.analysed else no_last_checkpoint()
@@ -187,13 +201,21 @@ class Queue:
             summary = bring_to_end(Job(item.config, folder), Quiet())
         if summary.status == "interrupted":
             return summary
-        if commit:
+        if commit and "commit" not in summary.environment:
             summary = dataclasses.replace(summary, environment=summary.environment | {"commit": commit})
             Run(folder).write_summary(summary)
-        if summary.status == "diverged" or not item.analysed or look_inside(item, folder, requests):
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
+        if summary.status == "diverged" or not item.analysed:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return summary
+
+    def finish(self, item: Item, requests: Path | None) -> bool:
+        """Look inside a model whose weights are there, and remove them; if that fails, they stay for the next call."""
+        folder = self.runs / item.folder
+        if not self._saved(item) or look_inside(item, folder, requests):
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            return True
+        return False
 
     def table(self, stages: Sequence[str] = ()) -> Table:
         """A row for each pending run: its expected time, and what it waits for."""
@@ -254,12 +276,9 @@ def no_last_checkpoint() -> Iterator[None]:
 
 
 @contextmanager
-def stopped_after(seconds: float | None) -> Iterator[None]:
+def stopped_after(seconds: float) -> Iterator[None]:
     """Send SIGTERM to this process after so many seconds, until the block ends: a run in its loop saves and ends, and
     outside the loop the signal is ignored."""
-    if seconds is None:
-        yield
-        return
     over = threading.Event()
 
     def stop() -> None:
@@ -280,17 +299,18 @@ def stopped_after(seconds: float | None) -> Iterator[None]:
 
 def pack(runs: Path, archive: Path, names: str = "*", evidence: Path | None = None) -> None:
     """Write the folders of all ended runs with such names, without weights, to a compressed .tar file, whole or not at
-    all; those that are in `evidence` already are left out."""
+    all; those of which `evidence` has every file are left out."""
     part = archive.with_name(f".{archive.name}.part")
     with tarfile.open(part, "w:gz", compresslevel=1) as tar:
         for summary in sorted(runs.glob("*/*/summary.json")):
             folder = summary.parent
-            known = evidence is not None and (evidence / folder.relative_to(runs) / summary.name).exists()
-            if known or not fnmatch(folder.name, names) or ended(folder) is None:
+            if not fnmatch(folder.name, names) or ended(folder) is None:
                 continue
             named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
-            for file in [file for file in named if file.exists()] + sorted(folder.glob("**/eval/**/*.*")):
-                tar.add(file, file.relative_to(runs))
+            files = [file for file in named if file.exists()] + sorted(folder.glob("**/eval/**/*.*"))
+            if evidence is None or not all((evidence / file.relative_to(runs)).exists() for file in files):
+                for file in files:
+                    tar.add(file, file.relative_to(runs))
     if (size := part.stat().st_size) > ARCHIVE_BYTES:
         print(f"{archive}: {size / 1e6:.1f} MB are more than {ARCHIVE_BYTES / 1e6:.0f}", flush=True)
     part.rename(archive)

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,10 @@ from angpt.operations import Operation
 from angpt.optim import muon
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.states import ParameterState
-
-if TYPE_CHECKING:
-    from experiments.evidence.protocol import Item
+from experiments.evidence.items import Item, Losses, configured
 
 ORIGINAL = muon.orthogonalize, muon.descend_, Optimizer.update, Optimizer.__init__
 Changes = dict[str, Any]
-Losses = Callable[[str, str], float | None]
-"""The loss of a run by the names of its stage and its folder; infinite if it diverged, None if it has not ended."""
 STAGE, BASE = "relatives", "muon"
 SEEDS, DROP = (0, 1, 2), 0.01
 
@@ -170,10 +166,8 @@ def folder_name(name: str, seed: int) -> str:
     return f"angpt-{name.replace(' ', '-').replace('/', '.')}-s{seed}"
 
 
-def items(loss: Losses) -> "Iterator[Item]":
+def items(loss: Losses) -> Iterator[Item]:
     """The runs that are called for: the first seed of all, then the other seeds of those that are not worse."""
-    from experiments.evidence.protocol import Item, configured
-
     for seed in SEEDS:
         for name, (_, changes) in RELATIVES.items():
             if seed != SEEDS[0] and first_difference(loss, name) > DROP:

@@ -1,14 +1,11 @@
 """What the run folders of docs/evidence say: losses by arm, budget and seed, tests, speed-ups, ablations."""
 
-import gzip
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
 
 from angpt.analysis.analyse import Analysis
 from angpt.analysis.claims import claims
@@ -21,22 +18,23 @@ from angpt.stats import Difference, Interval, holm, welch_test
 from angpt.studies.folders import summarise_runs
 from angpt.studies.grid import folder_name
 from experiments.evidence import paper
+from experiments.evidence.items import EVIDENCE
 from experiments.evidence.protocol import (
     ABLATION_SEEDS,
     BUDGETS,
-    EVIDENCE,
     INSIDE,
     LARGEST,
     MULTIPLIED,
     SEEDS,
     SENSITIVITY,
-    STORED,
     Protocol,
     varies,
 )
 from experiments.evidence.trials import ARCHITECTURES, ARMS, TIE, arm_name
 
 SIGNIFICANT = 0.01
+WARM_UP = ("gpt+-adam-chosen", "gpt+-adam-warmup-0")
+"""Sensitivity runs whose first moments are compared."""
 EARLIER = EVIDENCE.parent / "analysis-32M" / "analysis.md"
 """Claims of the paper judged by earlier models, until those of the final runs are analysed."""
 
@@ -170,9 +168,11 @@ class Results:
     @cached_property
     def tie(self) -> float:
         """Differences of single runs up to this are ties: 2√2 standard deviations over seeds, once all arms have their
-        seeds at the smallest budget."""
-        groups = [self.complete(arm, next(iter(BUDGETS))) for arm in ARMS]
-        return 2 * math.sqrt(2 * fmean(variance(losses) for losses in groups)) if all(groups) else TIE
+        seeds at the smallest budget. An arm that diverged there has none."""
+        budget = next(iter(BUDGETS))
+        ended = all(None not in self.losses(arm, budget).values() for arm in ARMS)
+        groups = [losses for arm in ARMS if (losses := self.complete(arm, budget))] if ended else []
+        return 2 * math.sqrt(2 * fmean(map(variance, groups))) if groups else TIE
 
     def overhead(self, recipe: Recipe) -> Interval | None:
         """Time per step over that of GPT+ in the final runs, minus 1."""
@@ -202,8 +202,8 @@ class Results:
             cells = [line.replace("\\|", "¦").split(" | ") for line in table.splitlines()[2:]]
             return [Claimed(c[0].removeprefix("| "), c[2].replace("¦", "|"), c[3].startswith("yes"), "") for c in cells]
         finals = self._judged(f"final/*-{budget}-s{SEEDS[0]}", f"final runs, {budget}, one seed")
-        warm_up = [name for name in ("chosen", "warmup-0") if (self.sensitivity(name) / "analysis.json").exists()]
-        both = [] if len(warm_up) < 2 else self._judged("sensitivity/gpt+-adam-*", "80M, tuning split, one seed")
+        analysed = all((self.root / "sensitivity" / name / "analysis.json").exists() for name in WARM_UP)
+        both = self._judged("sensitivity/gpt+-adam-*", "80M, tuning split, one seed") if analysed else []
         return [*finals, *(claim for claim in both if claim.paper.startswith("Without warm-up"))]
 
     def _inside(self, arm: Recipe, budget: str) -> bool:
@@ -211,10 +211,6 @@ class Results:
         name = f"{folder_name(arm)}-{budget}-s{SEEDS[0]}"
         diverged = self.protocol.loss("final", name) == math.inf
         return diverged or (self.root / "final" / name / "analysis.json").exists()
-
-    def sensitivity(self, name: str) -> Path:
-        """The folder of a sensitivity run of GPT+ with Adam."""
-        return self.root / "sensitivity" / f"gpt+-adam-{name}"
 
     def _judged(self, folders: str, source: str) -> list[Claimed]:
         analyses = (Analysis.read(path) for path in sorted(self.root.glob(f"{folders}/analysis.json")))
@@ -252,14 +248,3 @@ def curve(protocol: Protocol, arm: Recipe, key: str) -> dict[str, float | None]:
     own = "x1" if key in MULTIPLIED else f"{chosen.settings.get(key, 0.0):g}"
     again = protocol.loss("sensitivity", f"{arm_name(arm)}-chosen")
     return dict(sorted((found | {own: again}).items(), key=lambda item: float(item[0].lstrip("x")))) if found else {}
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run as they are stored, or extracted; empty if there are none."""
-    path = folder / STORED
-    if path.exists():
-        text = gzip.decompress(path.read_bytes()).decode()
-    else:
-        path = path.with_suffix("")
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]

@@ -6,7 +6,8 @@ from angpt.fits.hparams import SETTINGS, FittedLaw, HparamFit, SizeFit, Sweep, f
 from angpt.fits.reading import read_table
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label, quantity
-from experiments.evidence.protocol import EVIDENCE, SWEEPS
+from experiments.evidence.items import EVIDENCE
+from experiments.evidence.protocol import SWEEPS
 
 
 @cache
