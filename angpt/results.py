@@ -24,8 +24,8 @@ State = Literal["waiting", "queued", "running", "stopped", "finished", "diverged
 class SpeedUp:
     """Tokens (or seconds) that the baseline needs for the same loss, divided by those used.
 
-    Where the loss lies outside the range that the baseline's complete runs span, only a bound is known: `more than`
-    the value, or `less than` it.
+    Where the loss lies outside the range that the baseline's complete runs span, only a bound is known, with a
+    confidence of 97.5 % where there are several seeds: more than the value (">"), or less ("<").
     """
 
     value: float

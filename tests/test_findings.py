@@ -8,12 +8,16 @@ import pytest
 pytest.importorskip("scipy", reason="the evidence needs the extra `report`")
 
 from angpt.config import parse_budget
+from angpt.present.words import bracketed
 from angpt.results import SpeedUp
 from angpt.stats import Interval
 from experiments.evidence import exhibits, findings, paper, tables
+from experiments.evidence.items import records
 from experiments.evidence.protocol import BUDGETS, LARGEST, Protocol
-from experiments.evidence.results import Results, records
+from experiments.evidence.results import Results
 from tests.test_evidence import tuned, write
+
+SHRINKS = "its lead over GPT+{} shrinks with the budget, or is gone at 320M or 640M"
 
 
 def millions(config):
@@ -81,9 +85,8 @@ def test_a_lead_that_shrinks_is_found(tmp_path):
         return -0.1 * 80 / millions(item.config)
 
     found = results(tmp_path, {"angpt": lead, "angpt:muon": -0.1})
-    shrinks = "its lead over GPT+{} shrinks with the budget, or is gone at 320M or 640M"
-    assert verdicts(found)[shrinks.format("")] == findings.YES
-    assert verdicts(found)[shrinks.format(" with Muon")] == findings.NO
+    assert verdicts(found)[SHRINKS.format("")] == findings.YES
+    assert verdicts(found)[SHRINKS.format(" with Muon")] == findings.NO
 
 
 def test_faster_in_tokens_but_not_in_time(tmp_path):
@@ -126,10 +129,68 @@ def test_a_lead_that_is_gone_at_the_largest_budget_is_found(tmp_path):
     assert findings.findings(found).splitlines()[0] == (
         "- **anGPT against GPT+ at 640M: +0.100, one seed: anGPT is worse.**"
     )
-    shrinks = "its lead over GPT+{} shrinks with the budget, or is gone at 320M or 640M"
-    assert verdicts(found)[shrinks.format("")] == findings.YES
-    assert verdicts(found)[shrinks.format(" with Muon")] == findings.NO
+    assert verdicts(found)[SHRINKS.format("")] == findings.YES
+    assert verdicts(found)[SHRINKS.format(" with Muon")] == findings.NO
     assert exhibits.speed_up(found, "angpt")[1] == paper.OPEN
+
+
+@pytest.mark.parametrize("budget", ["320M", "640M"])
+def test_a_lead_is_gone_where_angpt_diverged_and_gpt_plus_did_not(tmp_path, budget):
+    gone = {"angpt": lambda item: math.inf if budget in item.name else -0.1, "angpt:muon": -0.1}
+    found = results(tmp_path, gone)
+    rows = {row[0]: row[1:] for row in findings.against(found).rows}
+    assert rows[SHRINKS.format("")] == (f"anGPT diverged at {budget}", findings.YES)
+    assert rows[SHRINKS.format(" with Muon")][-1] == findings.NO
+    assert f"- Diverged, and therefore not compared: anGPT at {budget}." in findings.findings(found)
+    assert exhibits.speed_up(found, "angpt") == (f"diverged: anGPT at {budget}", paper.DIVERGED)
+
+
+def test_a_lead_is_not_gone_where_gpt_plus_diverged(tmp_path):
+    found = results(
+        tmp_path,
+        {"angpt": -0.1, "angpt:muon": -0.1, "gpt+": lambda item: math.inf if "640M" in item.name else 0.0},
+    )
+    assert verdicts(found)[SHRINKS.format("")] == findings.NO
+    assert "Diverged, and therefore not compared: GPT+ at 640M." in findings.findings(found)
+
+
+def test_a_lead_within_a_tie_at_the_largest_budget_is_gone(tmp_path):
+    """It has one seed there: a lead as small as the noise between seeds is none."""
+    small = {"angpt": lambda item: -0.0001 if "640M" in item.name else -0.004, "angpt:muon": -0.1}
+    found = results(tmp_path, small)
+    lead = found.compare("gpt+", "angpt", "640M").difference.estimate.mean
+    assert -found.tie < lead < 0
+    assert verdicts(found)[SHRINKS.format("")] == findings.YES
+
+
+def test_a_lead_that_shrinks_only_at_the_largest_budget_is_found(tmp_path):
+    late = {"angpt": lambda item: -0.05 if "640M" in item.name else -0.1, "angpt:muon": -0.1}
+    assert verdicts(results(tmp_path, late))[SHRINKS.format("")] == findings.YES
+
+
+def test_what_is_not_told_apart_has_its_interval(tmp_path):
+    found = results(tmp_path, {"angpt:muon": -0.1, "ngpt:muon": 0.0})
+    text = next(line for line in findings.findings(found).splitlines() if line.startswith("- Not told apart"))
+    estimate = next(c for c in found.primary if (c.two, c.budget) == ("angpt", "80M")).difference.estimate
+    assert f"anGPT and GPT+ at 80M, {bracketed(estimate, '+.4f')}" in text
+
+
+def test_the_time_of_a_step_is_judged_by_what_was_measured_in_turns(tmp_path, monkeypatch):
+    """Final runs, in which a step of anGPT takes 1.2 times as long here, are shown and decide nothing."""
+    found = results(tmp_path / "runs", {})
+    page = tmp_path / "performance.md"
+    monkeypatch.setattr(exhibits, "EVIDENCE", tmp_path / "evidence")
+    for ratio, low, high, verdict in (
+        (1.01, 1.00, 1.02, paper.HOLDS),
+        (1.02, 1.01, 1.03, paper.OPEN),
+        (1.05, 1.04, 1.06, paper.FAILS),
+    ):
+        rows = f"| 0.5B, 8 sequences: GPT+ * | 100 | – | 1 | |\n| anGPT * | 101 | – | {ratio} | {low}–{high} |\n"
+        page.write_text("| | ms/step | quartiles | ÷ GPT+ | 95 % |\n|---|---|---|---|---|\n" + rows)
+        text, judged = exhibits.step_time(found, "angpt")
+        assert judged == verdict
+        assert text.startswith(f"+{100 * (ratio - 1):.1f} % ± 1.0 %")
+        assert text.endswith("+20.0 % ± 0.0 % in the final runs")
 
 
 def test_an_arm_that_diverged_does_not_lead(tmp_path):
@@ -149,6 +210,23 @@ def test_a_setting_with_which_angpt_diverges_is_not_one_that_it_needs(tmp_path):
     text, verdict = exhibits.fewer_settings(found)
     assert "anGPT, warmup: diverges with" in text
     assert verdict == paper.HOLDS
+
+
+def test_settings_are_needed_if_the_loss_without_is_higher_than_with_the_chosen_value(tmp_path):
+    """Not than with the best of the values that were tried besides."""
+
+    def lucky(item):
+        return -0.1 * item.name.endswith("weight_decay-0.1")
+
+    found = results(tmp_path, {"gpt+": lucky}, stages=("final", "sensitivity"))
+    assert exhibits.fewer_settings(found)[1] == paper.FAILS
+
+
+def test_moments_of_a_diverged_run_are_not_called_missing(tmp_path):
+    gone = {"gpt+": lambda item: math.inf if item.name == "gpt+-adam-warmup-0" else 0.0}
+    found = results(tmp_path, gone, stages=("final", "sensitivity"))
+    found.__dict__["claims"] = []  # those of other models stand in until the final runs are analysed
+    assert exhibits.claim(found, "Without warm-up")[1] == paper.DIVERGED
 
 
 def test_divergence_of_what_the_paper_calls_worse_holds_weaker(tmp_path):

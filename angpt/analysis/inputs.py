@@ -141,8 +141,9 @@ def _written(source: TextSource, rows: int, rng: np.random.Generator) -> list[Co
     """Conditions whose text is written here, which requires the tokenizer."""
     needed = rows * (source.context + 1)
     marks, repeats = rng.choice([" ", "\n", "\t"], size=2 * needed), rng.integers(1, 17, size=2 * needed)
+    runs = (mark * n for mark, n in zip(marks.tolist(), repeats.tolist(), strict=True))  # numpy.strings ignores Ctrl-C
     texts = {
-        "whitespace": ("runs of 1 to 16 spaces, tabs or line ends", "".join(np.strings.multiply(marks, repeats))),
+        "whitespace": ("runs of 1 to 16 spaces, tabs or line ends", "".join(runs)),
         "German": ("a text in another language", GERMAN),
         "Russian": ("a text in another script", RUSSIAN),
     }

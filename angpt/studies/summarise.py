@@ -266,10 +266,11 @@ def _optimizer(architecture: str) -> str:
 
 
 def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: bool) -> str | None:
-    """The speed-up at the largest budget where it is known, and not only bounded; else, if `bounds`, the strongest."""
+    """The speed-up at the largest budget where it is known, and not only bounded; else, if `bounds`, the strongest
+    bound that tells on which side of 1 the speed-up is."""
     own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
-    told = [(row, s) for row, s in own if s.relation == "=" or (s.value >= 1) == (s.relation == ">") or s.value == 1]
-    by_relation = {r: [(row, s) for row, s in told if s.relation == r] for r in ("=", ">", "<")}
+    sided = [(row, s) for row, s in own if s.relation == "=" or s.value == 1 or (s.value > 1) == (s.relation == ">")]
+    by_relation = {r: [(row, s) for row, s in sided if s.relation == r] for r in ("=", ">", "<")}
     if by_relation["="]:
         row, s = max(by_relation["="], key=lambda pair: pair[0].tokens)
     elif not bounds:

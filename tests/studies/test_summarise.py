@@ -148,6 +148,23 @@ def test_of_bounds_the_strongest_is_told():
     assert "at 1 tokens, GPT+ needs more than 2.00× the tokens" in told(rows)
 
 
+@pytest.mark.parametrize(
+    ("bound", "told_as"),
+    [(SpeedUp(0.8, None, None, ">"), None), (SpeedUp(1.3, None, None, "<"), None),
+     (SpeedUp(0.8, None, None, "<"), "less than 0.80×"), (SpeedUp(1.0, None, None, "<"), "less than 1.00×")],
+)  # fmt: skip
+def test_a_bound_that_does_not_tell_which_is_faster_is_not_told(bound, told_as):
+    text = told([row("gpt+", 1, 3.2), row("angpt", 1, 2.9, speedup=bound)])
+    assert (told_as in text) if told_as else "the tokens" not in text
+
+
+def test_an_average_says_how_many_budgets_have_no_speed_up():
+    rows = [row("gpt+", b, 3.0 - b / 10) for b in (1, 2, 3)]
+    found = (SpeedUp(1.2, 1.1, 1.3, "="), SpeedUp(1.6, 1.3, 1.9, "="), None)
+    rows += [row("angpt", b + 1, 2.9 - b / 10, speedup=s) for b, s in enumerate(found)]
+    assert "over the 2 of 3 budgets where it is known is 1.40×" in told(rows)
+
+
 def test_the_average_over_budgets_is_told_where_several_are_known():
     known = [SpeedUp(1.2, 1.1, 1.3, "="), SpeedUp(1.6, 1.3, 1.9, "="), SpeedUp(9.0, None, None, ">")]
     rows = [row("gpt+", b, 3.0 - b / 10) for b in (1, 2, 3)]
