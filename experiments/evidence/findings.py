@@ -13,7 +13,7 @@ from experiments.evidence.items import records
 from experiments.evidence.protocol import BUDGETS, LARGEST, SEEDS, SENSITIVITY, SHARED
 from experiments.evidence.results import SIGNIFICANT, Comparison, Results
 from experiments.evidence.tables import DEFAULTS, difference, probability
-from experiments.evidence.trials import ARMS, arm_name, best_trial
+from experiments.evidence.trials import ARMS, TRIED, arm_name, best_trial
 
 YES, NO = "**yes**", "no"
 
@@ -192,12 +192,16 @@ def _one_optimizer(results: Results) -> tuple[str, str]:
 
 
 def weaknesses(results: Results) -> str:
-    """What is known of the best trials that may favour an arm: the memory of decay, and the share of clipped steps."""
+    """What is known of the best trials that may favour an arm: the memory of decay, the share of clipped steps, and the
+    gain from the trials of the edge rule."""
     protocol = results.protocol
-    lines, shares = [], {}
+    lines, shares, gains = [], {}, {}
     for arm in ARMS:
-        if (best := best_trial(protocol.trials(arm, protocol.extended))) is None:
+        first = best_trial(protocol.trials(arm, extended=False))
+        best = best_trial(protocol.trials(arm, protocol.extended))
+        if first is None or best is None or first.loss is None or best.loss is None:
             continue
+        gains[arm] = first.loss - best.loss
         if steps := [r for r in records(results.root / "tuning" / best.name) if r["kind"] == "train"]:
             shares[arm] = sum(r["grad_norm"] > 1 for r in steps) / len(steps)
         if arm == "gpt+":
@@ -212,4 +216,10 @@ def weaknesses(results: Results) -> str:
     lines.append(
         f"- Gradients are clipped at 1 in all arms; the best trials clipped these shares of their steps: {clipped}."
     )
+    if protocol.extended:
+        gained = ", ".join(f"{label(arm)} {gain:.3f}" for arm, gain in gains.items())
+        lines.append(
+            "- Equally many trials are not equally good tuning. The trials that the edge rule added lowered the best "
+            f"tuning loss of the first {TRIED} by: {gained}. More trials might gain most where these have gained much."
+        )
     return "\n".join(lines) + "\n"
