@@ -198,10 +198,10 @@ def many_rows() -> dict[str, dict]:
         line = k.LINE_BYTES // (2 if kind == BF16 else 1)
         for name, swiglu, depth in (("qkv", False, 512), ("p", False, 256), ("uz", True, 1024)):
             rows, cols, warps, stages = (tuning.DECODE_SWIGLU_TILES if swiglu else tuning.DECODE_TILES)[batch]
-            held = depth == cols or (swiglu and batch <= tuning.DECODE_HELD_ROWS)
+            held = k.held(batch, depth, cols, swiglu)
             found[f"product {name}, {batch} rows" + ("" if kind == BF16 else f", {kind[1:]}")] = build(
                 k._product, fixed | {"w_ptr": kind}, warps, stages,
-                SCALED=kind != BF16, SHRINK=1, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line,
+                SCALED=kind != BF16, SHRINK=k.SHRINK, SWIGLU=swiglu, HELD=held, DEPTH=depth, LINE=line,
                 LINES=depth // line, BATCH=batch, ROWS=rows, COLS=cols, OVERLAP=True,
             )  # fmt: skip
     return found

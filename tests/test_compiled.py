@@ -48,4 +48,5 @@ def test_they_fit_the_registers_and_read_wide(folder):
         narrow = found["loads"].get("b16", 0) + found["loads"].get("b32", 0)
         assert narrow <= NARROW.get(name, 2), (name, found["loads"])
         large = name.startswith("product") and int(name.split()[2]) >= 64  # tiles for Hopper's own instruction
-        assert not name.startswith("product") or found["products"].keys() == {TENSOR_CORES[large]}, name
+        multiplies = name.startswith(("product", "attend, short", "attend, long"))
+        assert not multiplies or found["products"].keys() == {TENSOR_CORES[large]}, name

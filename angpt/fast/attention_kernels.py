@@ -1,8 +1,8 @@
 """Attention of a decode step on a GPU: every row has one new token, which attends to the slots of its cache.
 
-With a few rows (`_attend`, decode_kernels.py) the slots of a head are split over programs, so that they occupy the GPU,
-and `_combined` puts the splits together. With many rows (`_attend_whole`, rows_kernels.py) a program has all slots of a
-head. Both first rotate and norm q and k, and write the new slot.
+Where heads and rows alone do not occupy the GPU, the slots of a head are split over programs (`_attend`), and
+`_combined` puts the splits together. Otherwise a program has all slots of a head (`_attend_whole`). Both first rotate
+and norm q and k, and write the new slot.
 
 `_await` and `_summed` serve the other kernels of a step, too.
 """

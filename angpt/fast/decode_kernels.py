@@ -235,15 +235,15 @@ class Steps:
 
     def heads_and_slots(
         self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
-    ) -> "HeadsAndSlots":
-        """Given q, k and v in parts."""
+    ) -> HeadsAndSlots:
+        """What the kernels of attention have in common, given q, k and v in parts."""
         gain = qkv if layer.gain is None else layer.gain
         shown, strides = cache.keys.shape[2], cache.keys.stride()[:2]
         constants = self.qk(layer) | {"PARTS": len(qkv), "NEVER": NEVER} | self.launch
         tensors, sizes = (qkv, *angles, gain, positions, *cache), (self.heads, capacity, shown, *strides)
         return HeadsAndSlots(tensors, sizes, constants, len(positions), shown)
 
-    def attend(self, call: "HeadsAndSlots", splits: int) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(self, call: HeadsAndSlots, splits: int) -> tuple[Tensor, Tensor, Tensor]:
         """Attention to each split of the slots, with the maximum and the sum of its exponentials."""
         batch, device = call.batch, call.tensors[0].device
         acc = torch.empty(batch, splits, self.d, device=device)
@@ -259,6 +259,7 @@ class Steps:
         return self.head | {"QK_NORM": self.qk_norm, "GAINS": 0 if layer.gain is None else layer.gain.numel()}
 
     def project(self, weight: Tensor, scale: Any, parts: Any) -> Tensor:
+        """The product of a matrix with the output of attention, given the parts of `attend`."""
         batch, splits, _ = parts[0].shape
         x = torch.empty(batch, self.d, device=weight.device)
         _project[triton.cdiv(self.d, READ_ROWS), batch](

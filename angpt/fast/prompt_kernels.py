@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from angpt.fast.attention_kernels import _turns
 from angpt.fast.decode_kernels import Steps
 from angpt.models.folded import Cache, Folded, Layer, product
 from angpt.models.primitives import check_tokens, swiglu
@@ -46,10 +47,8 @@ def _prompt_heads(
     d = heads * D_HEAD
     head, dims = tl.arange(0, HEADS), tl.arange(0, D_HEAD)
     known = (head < heads)[:, None]
-    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
-    angle, turned = token * HALF + tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
-    cos = tl.load(cos_ptr + angle, turned, 1.0)[None, :]
-    sin = (tl.load(sin_ptr + angle, turned, 0.0) * tl.where(dims < HALF, -1.0, 1.0))[None, :]
+    partner, cos, sin = _turns(cos_ptr, sin_ptr, token, dims, HALF)
+    cos, sin = cos[None, :], sin[None, :]
     start = qkv_ptr + (row.to(tl.int64) * length + token) * 3 * d
     at, other = head[:, None] * D_HEAD + dims[None, :], head[:, None] * D_HEAD + partner[None, :]
     q = _rotated_heads(start, at, other, cos, sin, known, QK_NORM, EPS, D_HEAD)

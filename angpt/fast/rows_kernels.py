@@ -17,7 +17,7 @@ so that a product has enough programs to use the whole bandwidth.
 
 If there are so few rows that attention is split over the slots, too, it is `_attend`, and `_combine` puts its parts
 together. Kernels overlap as in decode_kernels.py: before a product waits for its input, it loads the first columns of
-its part of the matrix to registers (HELD), and has the L2 cache load the rest.
+its part of the matrix to registers (HELD), and has the L2 cache load all of them if there are more.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ from angpt.models.folded import Cache, Folded, Layer
 LINE_BYTES = 128
 """Bytes that the L2 cache loads at once."""
 SHRINK = 256
-"""Divisor of the inputs of a matrix in e4m3 before they are converted to fp16, which ends at 65,504, where the MLP's
-products are not bounded. Where blocks end with a norm, weights are bounded, too, and u · SiLU(z) is so small (rms 1e-4
-in the 0.5B anGPT at the start of training) that fp16 must keep it as it is."""
+"""Divisor of the inputs of a matrix in e4m3 before they are converted to fp16, which ends at 65,504, in models whose
+weights are not bounded: those with RMSNorm before each block. With bounded weights u · SiLU(z) is so small (rms 1e-4 in
+the 0.5B anGPT at the start of training) that fp16 must keep it as it is."""
 
 
 @triton.jit
@@ -122,6 +122,11 @@ def parts_of(n: int, k: int, rows: int) -> int:
     return 1 << max(0, wanted.bit_length() - 1)
 
 
+def held(tile: int, depth: int, cols: int, swiglu: bool) -> int:
+    """Number of iterations of a product whose columns are loaded before it waits for its input: 0 or 1."""
+    return int(depth == cols or (swiglu and tile <= tuning.DECODE_HELD_ROWS))
+
+
 def pipeline(shown: int, d_head: int) -> dict[str, int]:
     """Slots in a tile, pipeline depth and warps of `_attend_whole`. Tiles of larger heads have fewer slots, because
     shared memory holds several of them."""
@@ -137,7 +142,7 @@ class ManySteps(Steps):
     def __init__(self, model: Folded, batch: int) -> None:
         super().__init__(model)
         self.batch, self.dtype = batch, model.dtype
-        self.shrink = 1 if model.design.output_norm else SHRINK
+        self.shrink = SHRINK if model.design.input == "rms" else 1
 
     def product(self, x: Tensor, weight: Tensor, scale: Any, swiglu: bool = False, whole: bool = False) -> Tensor:
         """The product of a matrix with the input x of its block, in parts (parts, B, n) unless `whole` or `swiglu`."""
@@ -147,10 +152,9 @@ class ManySteps(Steps):
         parts = 1 if swiglu or whole else parts_of(n, k, rows)
         y = torch.empty(parts, self.batch, n, dtype=self.dtype if swiglu else torch.float32, device=x.device)
         depth, line = triton.cdiv(triton.cdiv(k, parts), cols) * cols, LINE_BYTES // weight.element_size()
-        held = depth == cols or (swiglu and tile <= tuning.DECODE_HELD_ROWS)
         _product[triton.cdiv(n, rows), parts, triton.cdiv(self.batch, tile)](
             x, weight, scale, y, self.batch, n, k,
-            SHRINK=self.shrink, SWIGLU=swiglu, HELD=int(held), DEPTH=depth, LINE=line,
+            SHRINK=self.shrink, SWIGLU=swiglu, HELD=held(tile, depth, cols, swiglu), DEPTH=depth, LINE=line,
             LINES=triton.next_power_of_2(triton.cdiv(depth, line)), BATCH=tile, ROWS=rows, COLS=cols,
             num_warps=warps, num_stages=stages, **self.scaled, **self.launch,
         )  # fmt: skip

@@ -63,8 +63,8 @@ DECODE_ATTEND_WARPS = 2
 """Decode: warps that share the slots of a head of 64 dimensions where slots are split (measured for anGPT, 130 to 230
 slots, one row); in proportion for larger heads (not measured)."""
 DECODE_SHORT, DECODE_WHOLE_SHORT, DECODE_WHOLE = 256, (32, 1, 5), (64, 2, 4)
-"""Decode with many rows, attention to up to this many slots, and to more: slots in a tile, warps (of a head of 64
-dimensions), software pipeline depth."""
+"""Decode with many rows, attention: the largest short cache in slots; for short and for longer caches the slots in a
+tile, the warps (of a head of 64 dimensions) and the software pipeline depth."""
 DECODE_ROWS = 2
 """Decode: largest batch for which the kernels that read each matrix once per row beat matrix products."""
 DECODE_PROGRAMS = 2 * MULTIPROCESSORS

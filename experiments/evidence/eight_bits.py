@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from angpt.config import ModelConfig, TrainConfig
+from angpt.config import ModelConfig, TrainConfig, parse_budget
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label
 from angpt.stats import mean_interval
@@ -41,7 +41,7 @@ def items() -> Iterator[Item]:
 def config(architecture: str, size: str, precision: str, seed: int) -> TrainConfig:
     """The configuration of a run: the defaults of `angpt train` for this size and budget, with Adam."""
     batch, model = BATCHES[size], ModelConfig.size(size)
-    steps = round(float(TOKENS[:-1]) * 1e6 / batch)
+    steps = round(parse_budget(TOKENS, 1) / batch)
     in_8_bits = precision == "fp8"
     return configured(
         {

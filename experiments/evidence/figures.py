@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
+from angpt.config import parse_budget
 from angpt.present.style import DASHED, label_axis, log_ticks, looks, panels, plain_log_axis
 from angpt.present.words import label, quantity
 from angpt.stats import mean_interval
@@ -59,7 +60,7 @@ def losses_figure(results: Results) -> Figure:
             look, means = looks([arm.partition(":")[0]])[arm.partition(":")[0]], []
             ax.plot([], [], look.marker, ls="-", color=look.color, ms=3, label=label(arm))
             for budget in (b for b, arms in {**BUDGETS, **LARGEST}.items() if arm in arms):
-                tokens, found = float(budget[:-1]) * 1e6, results.losses(arm, budget).values()
+                tokens, found = parse_budget(budget, 1), results.losses(arm, budget).values()
                 known = [x for x in found if x is not None and x < math.inf]
                 ax.plot([tokens] * len(known), known, look.marker, color=look.color, ms=3)
                 if results.diverged(arm, budget):

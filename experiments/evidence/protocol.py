@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from angpt.config import Recipe, TrainConfig
+from angpt.config import Recipe, TrainConfig, parse_budget
 from angpt.studies.grid import folder_name
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
@@ -173,7 +173,7 @@ class Protocol:
         self, stage: str, recipe: Recipe, budget: str, seed: int, settings: Settings, recorded: bool = False
     ) -> Item:
         """A run on all four parts that is evaluated on the validation file; `recorded`: with records of each layer."""
-        steps = round(float(budget[:-1]) * 1e6 / SHARED["batch_tokens"])
+        steps = round(parse_budget(budget, 1) / SHARED["batch_tokens"])
         own = {"tokens": budget, "seed": seed, "checkpoint_every": steps, "data.path": "data/all"}
         own |= {"layers_every": None, "record_moments": True} if recorded else {}
         name = f"{folder_name(recipe)}-{budget}-s{seed}"

@@ -234,7 +234,8 @@ class Results:
         return None
 
     def evaluated(self, recipe: Recipe, budget: str, weights: str = "") -> Evaluation | None:
-        """The tasks of the first seed of an arm, with 8-bit weights if their format is named; None without tasks."""
+        """The tasks of the first seed of an arm, or of its folded form with these weights (full, fp8, int8); None
+        without tasks."""
         found = read_results(self.root / "final" / f"{folder_name(recipe)}-{budget}-s{SEEDS[0]}" / weights)
         return found if found is not None and found.tasks else None
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from angpt.config import Recipe, TrainConfig
+from angpt.config import Recipe, TrainConfig, parse_budget
 from angpt.evaluation.results import lines, with_error
 from angpt.evaluation.tasks import TASKS
 from angpt.present.tables import Table
@@ -34,7 +34,7 @@ def state(protocol: Protocol) -> Table:
     counts: dict[str, list[bool]] = {}
     for item in protocol.items():
         if item.stage in STAGES and STAGES[item.stage][0].isdigit():
-            budget = f", {quantity(float(item.config.tokens[:-1]) * 1e6)}" if item.stage == "final" else ""
+            budget = f", {quantity(parse_budget(item.config.tokens, 1))}" if item.stage == "final" else ""
             ended = protocol.loss(item.stage, item.name) is not None
             counts.setdefault(STAGES[item.stage][2:] + budget, []).append(ended)
     rows = [(name, str(sum(found)), str(len(found)), str(len(found) - sum(found))) for name, found in counts.items()]

@@ -80,7 +80,12 @@ def test_8_bit_weights_are_read_as_they_are(kind: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("gpt+", (0.01, 0.23, 1.0, 1e4, 1.5e7)), ("angpt", (1e-4, 0.01, 1.0)), ("ngpt", (1e-3, 1.0, 1e4))],
+    [
+        ("gpt+", (0.01, 0.23, 1.0, 1e4, 1.5e7)),
+        ("angpt", (1e-4, 0.01, 1.0)),
+        ("ngpt", (1e-3, 1.0, 1e4)),
+        ("angpt/no-output-norm", (1e-4, 0.01, 1.0)),
+    ],
 )
 def test_matrices_in_e4m3_are_multiplied_in_fp16(name: str, sizes: tuple[float, ...]) -> None:
     """So that they are converted fast: exact to half a step of bf16 for inputs of the sizes that an architecture has.
