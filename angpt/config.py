@@ -20,8 +20,8 @@ Precision = Literal["auto", "fp32", "bf16"]
 TrainPrecision = Literal["auto", "fp32", "bf16", "fp8"]
 Step = Literal["auto", "plain", "kernels", "compiled"]
 """How prompts are read and a decode step is computed. plain: PyTorch operations. kernels: hand-written kernels, in bf16
-or fp16 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels for up to
-four rows and full weights, otherwise plain."""
+or fp16 on a GPU. compiled: torch.compile, which takes about a minute before the first token. auto: kernels where they
+support the model, otherwise plain."""
 Weights = Literal["full", "fp8", "int8"]
 """Matrices of a folded model: full, in the precision of the products; fp8 (e4m3) or int8, with a scale per row."""
 LEAST, MOST = 1e-30, 1e30

@@ -5,7 +5,7 @@
 A step with a kernel left out computes nonsense, in less time: what is saved is the kernel, its launch, and what its
 neighbours gain by its absence. Two further rows: the weights of the first layer in all layers, which then come from the
 L2 cache as far as they fit, and kernels that only wait for each other in place of all, the cost of launching them.
-docs/inference.md has the result."""
+docs/speed-log.md has the result of an earlier version."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence

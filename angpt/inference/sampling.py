@@ -28,7 +28,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Logits of tokens that have occurred are divided by this where positive and multiplied where negative; 1: off."""
     temperature: float = 0.8
-    """Logits are divided by this; 0, or less than LEAST_TEMPERATURE, takes the likeliest token."""
+    """Logits are divided by this; 0, or less than 1e-6, takes the likeliest token."""
     top_k: int | None = 50
     """Keep only the k likeliest tokens."""
     top_p: float | None = None
