@@ -127,6 +127,12 @@ def models() -> dict[str, dict]:
         "transpose": build(float8._quantize, bytes_ | {"x_ptr": FP8}, float8.WARPS, CONVERT=False, **square),
         **in_8_bits(float8, packed, normed),
         "scaled rows": build(k._scale_rows, rows | {"y_ptr": BF16}, 4, **unit),
+        **{
+            f"scaled rows, {kind[1:]}": build(
+                k._scale_rows, rows | {"w_ptr": kind, "y_ptr": BF16}, 4, BLOCK=k.scale_rows_block(1)
+            )
+            for kind in (FP8, "*i8")
+        },
         "scaled rows backward": build(k._scale_rows_backward, rows | {"g_ptr": BF16, "dscale_ptr": FP32}, 4, **unit),
     }
 

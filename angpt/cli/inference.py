@@ -103,8 +103,8 @@ def generate_command(
         device: cpu, cuda, or auto: cuda if there is a GPU.
         precision: Precision of the matrices: fp32, bf16, or auto: bf16 on a GPU.
         step: How a token is computed: plain operations, hand-written kernels (in bf16 on a GPU), or compiled (a minute
-            before the first token, then faster than plain). auto: kernels where they support the model, which are all but
-            DyT and unusual head sizes, otherwise plain.
+            before the first token, then faster than plain). auto: kernels where they support the model, all but DyT and
+            unusual head sizes, otherwise plain.
     """
     from angpt.data.tokenizers import end_token
     from angpt.inference.generate import encode, generate_text

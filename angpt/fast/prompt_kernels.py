@@ -1,14 +1,15 @@
-"""Reading prompts on a GPU: matrix products and attention by PyTorch, and what lies between them by three kernels.
+"""Reading prompts on a GPU: matrix products and attention by PyTorch, and the rest by kernels.
 
 | kernel | computes |
 |---|---|
 | `_prompt_heads` | rotation and norm of q and k; keys and values into the cache |
 | `_advance` | a residual update and the input of the next block |
 | `_swiglu` of block_kernels.py | u · SiLU(z) |
+| `_scale_rows` of block_kernels.py | matrices of 8 bits, times the scales of their rows, in the dtype of the products |
 
 Before the first layer `_rotation` of attention_kernels.py computes the angles. A layer has nine launches (the last, of
-which only what follows the last token of each prompt is computed, a few more), where plain operations have about
-thirty. `Folded.prefill` is the plain form.
+which only what follows the last token of each prompt is computed, a few more; with 8 bits four more), where plain
+operations have about thirty. `Folded.prefill` is the plain form.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from angpt.fast.attention_kernels import _turns
+from angpt.fast.block_kernels import scale_rows
 from angpt.fast.decode_kernels import Steps
-from angpt.models.folded import Cache, Folded, Layer, product
+from angpt.models.folded import Cache, Folded, Layer
 from angpt.models.primitives import check_tokens, swiglu
 
 
@@ -83,6 +85,11 @@ class PromptSteps(Steps):
             cache.keys.stride(0), cache.keys.stride(1), HEADS=triton.next_power_of_2(self.heads), **self.qk(layer),
         )  # fmt: skip
         return q, cache.keys[:, :, :length], cache.values[:, :, :length]
+
+
+def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """W x. Scales of the rows of W multiply W when it is converted: the output, which may be larger, needs no pass."""
+    return F.linear(x, weight if scale is None else scale_rows(weight, scale, x.dtype))
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:

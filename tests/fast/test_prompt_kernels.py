@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from angpt.models.folded import Folded
 from tests.fast.test_decode_kernels import NAMES, agree, eight_bits, folded, needs_gpu
 from tests.models.conftest import some_tokens
-from tests.triton_anywhere import DEVICE, DTYPE, kernels_apply  # noqa: F401
+from tests.triton_anywhere import DEVICE, DTYPE, ON_GPU, kernels_apply  # noqa: F401
 
 
 def compare(model: Folded, rows: int, length: int) -> None:
@@ -62,3 +62,16 @@ def test_other_dimensions(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_8_bit_weights(kind: str) -> None:
     compare(eight_bits(folded(d_model=32, context=64), kind), 2, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_matrices_of_8_bits_are_scaled_in_fp32_and_rounded_once(kind: str) -> None:
+    from angpt.fast.block_kernels import scale_rows
+
+    layer = eight_bits(folded(d_model=32, context=64), kind).layers[0]
+    expected = layer.W_uz.float() * layer.W_uz_scale[:, None]
+    found = scale_rows(layer.W_uz, layer.W_uz_scale, torch.bfloat16)
+    half_step = 2**-8 if ON_GPU else 2**-7  # the interpreter cuts digits off where a GPU rounds
+    assert found.dtype == torch.bfloat16
+    assert ((found - expected).abs() <= half_step * expected.abs()).all()
