@@ -1,5 +1,6 @@
 """experiments/evidence/eight_bits.py: runs in pairs, and the table that compares them."""
 
+import itertools
 import math
 import tarfile
 from statistics import fmean
@@ -66,7 +67,7 @@ def made_up(*differences):
     ("differences", "verdict"),
     [
         ((0.004, -0.002, 0.001), "equal"),
-        ((-0.01, 0.012, -0.004), "equal"),
+        ((-0.01, 0.012, -0.004), "too noisy to tell"),
         ((0.004, 0.005, 0.004), "not equal"),  # small, but not by chance
         ((0.001, 0.04, 0.002), "not equal"),  # within two standard errors, but large
         ((-0.004, -0.005, -0.004), "not equal"),
@@ -102,8 +103,11 @@ def test_a_run_that_diverged_has_no_difference():
     assert cells == ("3.5000", "diverged", "", "", "0.25 (W_d_input)")
 
 
-def test_runs_without_records_have_a_row_all_the_same(tmp_path):
-    for name in ("angpt-32M-bf16-s0", "angpt-32M-fp8-s0"):
-        stored(tmp_path / "fp8", name, 3.5)
+def test_runs_without_records_have_rows_all_the_same(tmp_path):
+    for seed, precision in itertools.product((0, 1, 2), ("bf16", "fp8")):
+        stored(tmp_path / "fp8", f"angpt-32M-{precision}-s{seed}", 3.5 + 0.001 * seed * (precision == "fp8"))
     rows = table(tmp_path).rows
     assert rows[0] == ("anGPT", "32M", "0", "3.5000", "3.5000", "+0.0000", "", "")
+    assert rows[3][:3] == ("anGPT", "32M", "mean")
+    assert rows[3][5].startswith("+0.0010 [")
+    assert rows[3][6:] == ("", "")

@@ -318,7 +318,7 @@ def _scale_rows_backward(g_ptr, w_ptr, scale_ptr, dscale_ptr, width, BLOCK: tl.c
 
 
 def scale_rows_block(bytes_per_entry: int) -> int:
-    """Entries per program: 16 bytes per thread also of a matrix in 8 bits."""
+    """Entries per program: at least 16 bytes per thread."""
     return BLOCK * max(1, 2 // bytes_per_entry)
 
 

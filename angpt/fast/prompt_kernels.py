@@ -87,12 +87,12 @@ class PromptSteps(Steps):
         return q, cache.keys[:, :, :length], cache.values[:, :, :length]
 
 
-def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def scaled_product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """W x. Scales of the rows of W multiply W when it is converted: the output, which may be larger, needs no pass."""
     return F.linear(x, weight if scale is None else scale_rows(weight, scale, x.dtype))
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+def attend_prompt(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
     """Attention of q (B, T, H, d_h) to the keys and values that are seen, or to those of earlier tokens; (B, T, d)."""
     q, causal = q.transpose(1, 2), seen is None
     out = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, is_causal=causal, scale=1.0)
@@ -111,12 +111,16 @@ def prefill(model: Folded, tokens: Tensor, lengths: Tensor, caches: Sequence[Cac
         h, x = steps.advance(model.embed(tokens), None, model.dtype)
         for layer, cache in zip(model.layers, caches, strict=True):
             assert isinstance(layer, Layer)
-            q, keys, values = steps.heads_of(product(x, layer.W_qkv, layer.W_qkv_scale), layer, cache, angles)
+            q, keys, values = steps.heads_of(scaled_product(x, layer.W_qkv, layer.W_qkv_scale), layer, cache, angles)
             if layer is model.layers[-1]:
                 q, h, seen = q[last][:, None], h[last][:, None], (positions < lengths[:, None])[:, None, None]
-            update_a = product(attend(q, keys, values, seen), layer.W_p, layer.W_p_scale), layer.keep_a, layer.add_a
+            update_a = (
+                scaled_product(attend_prompt(q, keys, values, seen), layer.W_p, layer.W_p_scale),
+                layer.keep_a,
+                layer.add_a,
+            )
             h, x = steps.advance(h, update_a, model.dtype)
-            y = swiglu(product(x, layer.W_uz, layer.W_uz_scale))
-            update_m = product(y, layer.W_d, layer.W_d_scale), layer.keep_m, layer.add_m
+            y = swiglu(scaled_product(x, layer.W_uz, layer.W_uz_scale))
+            update_m = scaled_product(y, layer.W_d, layer.W_d_scale), layer.keep_m, layer.add_m
             h, x = steps.advance(h, update_m, model.dtype)
         return model.head(h[:, 0])

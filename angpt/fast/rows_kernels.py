@@ -17,7 +17,7 @@ so that a product has enough programs to use the whole bandwidth.
 
 If there are so few rows that attention is split over the slots, too, it is `_attend`, and `_combine` puts its parts
 together. Kernels overlap as in decode_kernels.py: before a product waits for its input, it loads the first columns of
-its part of the matrix to registers (HELD), and has the L2 cache load all of them if there are more.
+its part of the matrix to registers (HELD), and if there are more, has the L2 cache load all columns of the part.
 """
 
 from collections.abc import Sequence

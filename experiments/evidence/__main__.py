@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     running.add_argument("--parts", type=Path, help="folder of compressed parts of the text to extract first")
     running.add_argument("--requests", type=Path, help="requests of tasks (`angpt eval --write-requests`) to score")
     running.add_argument("--carry-over", action="store_true", help="start a run that must go on in the next call")
-    running.add_argument("--commit", default="", help="of the package, noted in the summary of each run")
+    running.add_argument(
+        "--commit", default="", help="of the package, noted in summaries where it is not in a git checkout"
+    )
     rehearsing = commands.add_parser("rehearse", help="the whole queue with a tiny model on the CPU")
     rehearsing.add_argument("--seconds", type=float, default=60.0)
     commands.add_parser("pages", help="write tables and figures of docs/evidence from its run folders")
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from angpt.evaluation.evaluate import read_requests
     from angpt.evaluation.tasks import choose
     from experiments.evidence import tokens
-    from experiments.evidence.queue import Queue, Speed, rehearsal
+    from experiments.evidence.queue import STAGES, Queue, Speed, rehearsal
 
     if args.command == "pack":
         tokens.pack(args.text, ROOT / "data", args.out, tuple(args.parts))
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tokens.make_up(folder)
             queue = Queue(folder / "runs", folder / "evidence", rehearsal(folder), Speed({}, 1e10))
             requests = tokens.make_up_requests(folder / "requests")
-            queue.run(args.seconds, folder / "evidence.tar.gz", requests=requests, start=START)
+            queue.run(args.seconds, folder / "evidence.tar.gz", stages=[*STAGES], requests=requests, start=START)
     elif args.command == "plan":
         queue = Queue(args.runs, names=args.names)
         print(queue.table(args.stages).markdown())
@@ -91,6 +93,8 @@ if __name__ == "__main__":
 
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -14,7 +14,7 @@ from angpt.config import ModelConfig, TrainConfig, parse_budget
 from angpt.present.tables import Table
 from angpt.present.words import bracketed, label
 from angpt.stats import mean_interval
-from experiments.evidence.items import KEPT_EVERY, Item, Losses, configured, records
+from experiments.evidence.items import KEPT_EVERY, Item, LossOf, configured, records
 
 STAGE = "fp8"
 ARCHITECTURES = ("angpt", "ngpt", "gpt+")
@@ -82,7 +82,7 @@ class Pair:
         return self.losses[1] - self.losses[0]
 
 
-def read_pair(root: Path, loss: Losses, architecture: str, size: str, seed: int) -> Pair | None:
+def read_pair(root: Path, loss: LossOf, architecture: str, size: str, seed: int) -> Pair | None:
     """The pair of a seed; None until both runs have ended."""
     names = [run_name(architecture, size, precision, seed) for precision in PRECISIONS]
     bf16, fp8 = (math.nan if end == math.inf else end for end in (loss(STAGE, name) for name in names))
@@ -110,7 +110,7 @@ def last_tenth(run: Sequence[Mapping[str, Any]]) -> float:
     return fmean([loss for s, loss in steps.items() if s > 0.9 * last and s % KEPT_EVERY == 0] or [steps[last]])
 
 
-def table(root: Path, loss: Losses) -> Table:
+def table(root: Path, loss: LossOf) -> Table:
     """A row for each pair and, where all seeds have ended, the mean of an architecture and size with its verdict."""
     head = ("", "size", "seed", "bf16", "fp8", "fp8 − bf16", "at the end of training", "largest share that saturates")
     rows: list[tuple[str, ...]] = []
@@ -143,9 +143,14 @@ def _means(pairs: list[Pair]) -> tuple[str, str]:
     differences = [pair.difference for pair in pairs]
     mean, error = _mean(differences)
     interval = mean_interval(differences)
-    verdict = "equal" if abs(mean) <= 2 * error and mean < LARGEST else "not equal"
+    certain = interval.high is not None and interval.high < LARGEST
+    close = abs(mean) <= 2 * error and mean < LARGEST
+    verdict = "not equal" if not close else "equal" if certain else "too noisy to tell"
     text = bracketed(interval, "+.4f").replace("]", f"], ± {error:.4f}: {verdict}")
-    return text, "{:+.4f} ± {:.4f}".format(*_mean([pair.training for pair in pairs])).replace("-", "−")
+    training = [pair.training for pair in pairs]
+    if any(map(math.isnan, training)):
+        return text, ""
+    return text, "{:+.4f} ± {:.4f}".format(*_mean(training)).replace("-", "−")
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -104,29 +104,32 @@ def _worse(results: Results) -> tuple[str, str]:
 
 
 def _shrinks(results: Results, found: Sequence[Comparison]) -> tuple[str, str]:
-    """The difference at the smallest and at every larger budget. It shrinks if its change is larger than its noise, and
-    is gone where anGPT diverged or is not told apart: where there is one seed, if the difference is a tie."""
+    """The difference at the smallest budget, at 320M and at 640M. It shrinks if its change is larger than its noise,
+    and is gone where anGPT alone diverged or the two are not told apart: where there is one seed, if it is a tie."""
     first, last = found[0], found[-1]
     longest = [results.compare(first.one, first.two, budget) for budget in LARGEST]
-    if any(results.diverged(c.two, c.budget) and not results.diverged(c.one, c.budget) for c in (last, *longest)):
-        where = [c.budget for c in (last, *longest) if results.diverged(c.two, c.budget)]
-        return f"{label(first.two)} diverged at {listed(where)}", YES
-    if first.difference is None or last.difference is None:
-        return "", _open(results, [first, last])
-    one, two = first.difference.estimate, last.difference.estimate
-    text = f"{bracketed(one, '+.3f')} at {first.budget}, {bracketed(two, '+.3f')} at {last.budget}"
-    gone = last.adjusted is None or last.adjusted >= SIGNIFICANT or two.mean > 0
-    shrunk = two.mean - one.mean > math.hypot(_half(one), _half(two))
-    known = True
-    for c in longest:
+    later = [last, *longest]
+    lost = [c.budget for c in later if results.diverged(c.two, c.budget) and results.complete(c.one, c.budget)]
+    text = [f"{label(first.two)} diverged at {listed(lost)}"] if lost else []
+    gone, noise = bool(lost), {c.budget: results.tie for c in longest}
+    for c in (first, *later):
         if c.difference is None:
-            known = known and results.diverged(c.one, c.budget)
             continue
-        lead = c.difference.estimate.mean
-        text += f", {difference(lead)} at {c.budget} (one seed)"
-        gone = gone or lead > -results.tie
-        shrunk = shrunk or lead - one.mean > math.hypot(_half(one), results.tie)
-    return text, YES if gone or shrunk else NO if known else paper.NOT_RUN
+        lead = c.difference.estimate
+        if c in longest:
+            text.append(f"{difference(lead.mean)} at {c.budget} (one seed)")
+            gone = gone or lead.mean > -results.tie
+        else:
+            text.append(f"{bracketed(lead, '+.3f')} at {c.budget}")
+            noise[c.budget] = _half(lead)
+            told_apart = c.adjusted is not None and c.adjusted < SIGNIFICANT
+            gone = gone or (c is last and (not told_apart or lead.mean > 0))
+    if first.difference is not None:
+        start = first.difference.estimate.mean
+        grown = [(c.budget, c.difference.estimate.mean - start) for c in later if c.difference is not None]
+        gone = gone or any(more > math.hypot(noise[first.budget], noise[budget]) for budget, more in grown)
+    unknown = [c for c in (first, *later) if c.difference is None]
+    return ", ".join(text), YES if gone else _open(results, unknown) if unknown else NO
 
 
 def _half(interval: Interval) -> float:
@@ -134,17 +137,21 @@ def _half(interval: Interval) -> float:
 
 
 def _time(results: Results) -> tuple[str, str]:
-    found, known = [], True
+    """Speed-ups in tokens above 1 while those in time are not known to be; open where the first may be below 1, too."""
+    found, doubtful, known = [], False, True
     for suffix, result in (("", results.with_adam), (":muon", results.with_muon)):
         for budget in BUDGETS:
             row = results.row(f"angpt{suffix}", budget, result)
             known = known and row is not None and None not in (row.speedup_tokens, row.speedup_seconds)
             if row is None or row.speedup_tokens is None or row.speedup_seconds is None:
                 continue
-            if _at_least(row.speedup_tokens) > 1 >= _at_least(row.speedup_seconds):
+            if _at_least(row.speedup_seconds) > 1:
+                continue
+            if _at_least(row.speedup_tokens) > 1:
                 found.append(f"{label(f'angpt{suffix}')} at {budget}")
+            doubtful = doubtful or (row.speedup_tokens.relation != "<" and row.speedup_tokens.value > 1)
     unknown = paper.OPEN if all(c.difference for c in results.primary) else _open(results, results.primary)
-    return listed(found), YES if found else NO if known else unknown
+    return listed(found), YES if found else unknown if not known else paper.OPEN if doubtful else NO
 
 
 def _at_least(speed_up: SpeedUp) -> float:
@@ -216,7 +223,7 @@ def weaknesses(results: Results) -> str:
     lines.append(
         f"- Gradients are clipped at 1 in all arms; the best trials clipped these shares of their steps: {clipped}."
     )
-    if protocol.extended:
+    if protocol.extended and protocol.tuned:  # equally many trials
         gained = ", ".join(f"{label(arm)} {gain:.3f}" for arm, gain in gains.items())
         lines.append(
             "- Equally many trials are not equally good tuning. The trials that the edge rule added lowered the best "

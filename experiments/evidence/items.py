@@ -14,7 +14,7 @@ from angpt.serialization import from_dict
 EVIDENCE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 KEPT_EVERY, STORED = 10, "metrics.jsonl.gz"
 """Of the records of training steps, every tenth is stored, in a file of this name."""
-Losses = Callable[[str, str], float | None]
+LossOf = Callable[[str, str], float | None]
 """The loss of a run by the names of its stage and its folder; infinite if it diverged, None if it has not ended."""
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from angpt.config import TrainConfig
+from angpt.evaluation.results import RESULTS, SCORES
 from angpt.present.tables import Table
 from angpt.present.words import duration, plural
 from angpt.studies.jobs import Job, bring_to_end, ended
@@ -49,8 +50,8 @@ STAGES = {
 }
 """Stages in words; those with a number are the parts of docs/evidence.md."""
 BY_DEFAULT = ("tuning", "final", "ablation", "sensitivity")
-"""Stages that run unless others are named. The rest answers other questions, or has defaults of rules.toml, which must
-carry what the tuning found first."""
+"""Stages that run unless others are named. `defaults` and `scaling` have the settings of training/rules.toml, which
+must first carry what the tuning found; the others answer questions beside the comparison."""
 OVERHEAD_SECONDS = 6.0
 """Compiling, evaluation, and the start of a run; measured: 3 to 18."""
 ANALYSIS_SECONDS, TASKS_SECONDS = 15.0, 35.0
@@ -122,10 +123,10 @@ class Queue:
         return Protocol((self.evidence, self.runs), self.adapt)
 
     def pending(self, stages: Sequence[str] = ()) -> Iterator[Item]:
-        """The runs that have not ended, in order; and those that have, but whose weights wait to be looked at."""
+        """The runs that are not complete, in order. One that has ended but was not analysed is analysed on the machine
+        that has its weights, and repeated on another one."""
         for item in self.protocol().items():
-            known = any(ended(root / item.folder) is not None for root in (self.evidence, self.runs))
-            known = known and not (item.analysed and self._saved(item))
+            known = any(complete(item, root / item.folder) for root in (self.evidence, self.runs))
             if not known and (not stages or item.stage in stages) and fnmatch(item.name, self.names):
                 yield item
 
@@ -161,7 +162,7 @@ class Queue:
         """
         begin = time.monotonic() if start is None else start
         failed: set[Path] = set()
-        with kept_compilation():
+        with kept_compilation(), self._packed(archive):
             while True:
                 left = seconds - RESERVE_SECONDS - (time.monotonic() - begin)
                 called = self.pending(stages or BY_DEFAULT)
@@ -175,7 +176,7 @@ class Queue:
                 expected, now = self._estimate(item), time.monotonic()
                 try:
                     summary = self.train(item, left - OVERHEAD_SECONDS - afterwards(item), commit)
-                    if summary.status != "interrupted":
+                    if summary.status == "finished" and item.analysed:
                         pack(self.runs, archive, self.names, self.evidence)  # whatever becomes of the analysis
                         if not self.finish(item, requests):
                             failed.add(item.folder)
@@ -189,33 +190,42 @@ class Queue:
                 loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
                 pack(self.runs, archive, self.names, self.evidence)
-        pack(self.runs, archive, self.names, self.evidence)
-        print("\n".join(self.lines(stages)), flush=True)
+        print("\n".join(self.lines(stages or BY_DEFAULT)), flush=True)
+
+    @contextmanager
+    def _packed(self, archive: Path) -> Iterator[None]:
+        """Pack at the end, also after Ctrl-C."""
+        try:
+            yield
+        finally:
+            pack(self.runs, archive, self.names, self.evidence)
 
     def train(self, item: Item, limit: float, commit: str = "") -> Summary:
-        """Bring one run to its end, or to a checkpoint at the limit; make the file of its records that is stored."""
+        """Bring one run to its end, or to a checkpoint at the limit. Ctrl-C and SIGTERM end it with a checkpoint, too,
+        and then the queue."""
         folder = self.runs / item.folder
         gc.collect()  # memory of the run before, CUDA graphs included
         end = nullcontext() if item.analysed else no_last_checkpoint()
-        with relatives.installed(item.change), stopped_after(limit), end:
+        with relatives.installed(item.change), stopped_after(limit) as over, end:
             summary = bring_to_end(Job(item.config, folder), Quiet())
         if summary.status == "interrupted":
+            if not over.is_set():
+                raise KeyboardInterrupt
             return summary
         if commit and "commit" not in summary.environment:
             summary = dataclasses.replace(summary, environment=summary.environment | {"commit": commit})
             Run(folder).write_summary(summary)
-        (folder / STORED).write_bytes(thinned((folder / "metrics.jsonl").read_bytes()))
         if summary.status == "diverged" or not item.analysed:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return summary
 
     def finish(self, item: Item, requests: Path | None) -> bool:
-        """Look inside a model whose weights are there, and remove them; if that fails, they stay for the next call."""
+        """Look inside a model, and remove its weights; if that fails, they stay for the next call. True if the run is
+        complete."""
         folder = self.runs / item.folder
-        if not self._saved(item) or look_inside(item, folder, requests):
+        if self._saved(item) and look_inside(item, folder, requests):
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-            return True
-        return False
+        return complete(item, folder)
 
     def table(self, stages: Sequence[str] = ()) -> Table:
         """A row for each pending run: its expected time, and what it waits for."""
@@ -233,6 +243,18 @@ class Queue:
         lines = [f"{plural(len(times), 'run')}, {duration(sum(times))}: {name}" for name, times in totals.items()]
         every = [seconds for times in totals.values() for seconds in times]
         return [*lines, f"left in all: {plural(len(every), 'run')}, {duration(sum(every))}"]
+
+
+def complete(item: Item, folder: Path) -> bool:
+    """True if the run in a folder has ended, and what its model is measured for is there."""
+    if (summary := ended(folder)) is None:
+        return False
+    if summary.status != "finished":
+        return True  # there is no model
+    files = [folder / "analysis.json"] if item.analysed else []
+    forms = ("", *FORMS) if item.quantized else ("",)
+    files += [folder / form / RESULTS for form in forms] if item.evaluated else []
+    return all(file.exists() for file in files)
 
 
 def waits_for(item: Item, requests: Path | None = None) -> str:
@@ -276,39 +298,51 @@ def no_last_checkpoint() -> Iterator[None]:
 
 
 @contextmanager
-def stopped_after(seconds: float) -> Iterator[None]:
+def stopped_after(seconds: float) -> Iterator[threading.Event]:
     """Send SIGTERM to this process after so many seconds, until the block ends: a run in its loop saves and ends, and
-    outside the loop the signal is ignored."""
-    over = threading.Event()
+    outside the loop the signal is ignored. Yields an event that is set from the first such signal on; one that comes
+    before is somebody else's, and ends the queue."""
+    over, ended_before = threading.Event(), threading.Event()
 
     def stop() -> None:
-        over.wait(seconds)
-        while not over.wait(1.0):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if not ended_before.wait(seconds):
+            over.set()
+            while not ended_before.wait(1.0):
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def outside_the_loop(*_: object) -> None:
+        if not over.is_set():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, outside_the_loop)
     thread = threading.Thread(target=stop, daemon=True)
     thread.start()
     try:
-        yield
+        yield over
     finally:
-        over.set()
+        ended_before.set()
         thread.join()
         signal.signal(signal.SIGTERM, before)
 
 
 def pack(runs: Path, archive: Path, names: str = "*", evidence: Path | None = None) -> None:
     """Write the folders of all ended runs with such names, without weights, to a compressed .tar file, whole or not at
-    all; those of which `evidence` has every file are left out."""
+    all; those of which `evidence` has every file are left out. Scores of single samples do not count, because evidence
+    keeps none."""
     part = archive.with_name(f".{archive.name}.part")
     with tarfile.open(part, "w:gz", compresslevel=1) as tar:
         for summary in sorted(runs.glob("*/*/summary.json")):
             folder = summary.parent
             if not fnmatch(folder.name, names) or ended(folder) is None:
                 continue
+            records = folder / STORED.removesuffix(".gz")
+            if not (folder / STORED).exists() and records.exists():
+                folder.joinpath(f".{STORED}").write_bytes(thinned(records.read_bytes()))
+                folder.joinpath(f".{STORED}").rename(folder / STORED)
             named = [folder / name for name in ("config.toml", "summary.json", STORED, "analysis.json")]
             files = [file for file in named if file.exists()] + sorted(folder.glob("**/eval/**/*.*"))
-            if evidence is None or not all((evidence / file.relative_to(runs)).exists() for file in files):
+            kept = [file for file in files if SCORES.name not in file.relative_to(folder).parts]
+            if evidence is None or not all((evidence / file.relative_to(runs)).exists() for file in kept):
                 for file in files:
                     tar.add(file, file.relative_to(runs))
     if (size := part.stat().st_size) > ARCHIVE_BYTES:

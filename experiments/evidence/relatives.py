@@ -19,7 +19,7 @@ from angpt.operations import Operation
 from angpt.optim import muon
 from angpt.optim.optimizer import Optimizer
 from angpt.optim.states import ParameterState
-from experiments.evidence.items import Item, Losses, configured
+from experiments.evidence.items import Item, LossOf, configured
 
 ORIGINAL = muon.orthogonalize, muon.descend_, Optimizer.update, Optimizer.__init__
 Changes = dict[str, Any]
@@ -166,7 +166,7 @@ def folder_name(name: str, seed: int) -> str:
     return f"angpt-{name.replace(' ', '-').replace('/', '.')}-s{seed}"
 
 
-def items(loss: Losses) -> Iterator[Item]:
+def items(loss: LossOf) -> Iterator[Item]:
     """The runs that are called for: the first seed of all, then the other seeds of those that are not worse."""
     for seed in SEEDS:
         for name, (_, changes) in RELATIVES.items():
@@ -182,13 +182,13 @@ def items(loss: Losses) -> Iterator[Item]:
             yield Item(STAGE, folder_name(name, seed), build, change=name, provisional=waits)
 
 
-def first_difference(loss: Losses, name: str) -> float:
+def first_difference(loss: LossOf, name: str) -> float:
     """Loss above that of Muon as it is with the first seed; NaN while it is not known."""
     one, base = (loss(STAGE, folder_name(which, SEEDS[0])) for which in (name, BASE))
     return math.nan if one is None or base is None else one - base
 
 
-def table(loss: Losses) -> str:
+def table(loss: LossOf) -> str:
     """A row for each relative that ran, as Markdown."""
     lines = ["| | seeds | loss | difference | standard error | verdict |", "|---|---|---|---|---|---|"]
     for name in RELATIVES:

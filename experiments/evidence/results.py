@@ -168,7 +168,7 @@ class Results:
     @cached_property
     def tie(self) -> float:
         """Differences of single runs up to this are ties: 2√2 standard deviations over seeds, once all arms have their
-        seeds at the smallest budget. An arm that diverged there has none."""
+        seeds at the smallest budget. Arms with a diverged run are left out."""
         budget = next(iter(BUDGETS))
         ended = all(None not in self.losses(arm, budget).values() for arm in ARMS)
         groups = [losses for arm in ARMS if (losses := self.complete(arm, budget))] if ended else []

@@ -38,7 +38,7 @@ def test_the_output_of_attention_is_not_copied(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: found.append(plain(*a, **k)) or found[0])
     steps, qkv = prompt_kernels.PromptSteps(model), torch.randn(2, 32, 3 * 128, device=DEVICE).to(DTYPE)
     angles = steps.angles(torch.arange(32, device=DEVICE))
-    out = prompt_kernels.attend(*steps.heads_of(qkv, model.layers[0], model.make_caches(2, 64)[0], angles), None)
+    out = prompt_kernels.attend_prompt(*steps.heads_of(qkv, model.layers[0], model.make_caches(2, 64)[0], angles), None)
     assert out.data_ptr() == found[0].data_ptr()
 
 
@@ -46,8 +46,8 @@ def test_the_output_of_attention_is_not_copied(monkeypatch: pytest.MonkeyPatch) 
 def test_the_last_layer_computes_only_what_follows_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     from angpt.fast import prompt_kernels
 
-    shapes, plain = [], prompt_kernels.attend
-    monkeypatch.setattr(prompt_kernels, "attend", lambda q, *a: shapes.append(q.shape[:2]) or plain(q, *a))
+    shapes, plain = [], prompt_kernels.attend_prompt
+    monkeypatch.setattr(prompt_kernels, "attend_prompt", lambda q, *a: shapes.append(q.shape[:2]) or plain(q, *a))
     compare(folded(d_model=32, n_layers=3, context=64), 4, 9)
     assert shapes == [(4, 9), (4, 9), (4, 1)]
 
