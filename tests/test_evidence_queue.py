@@ -48,10 +48,7 @@ def trained(monkeypatch):
 
     def look_inside(item, folder, requests):
         order.append(f"inside {folder.name}")
-        for path in (
-            "analysis.json",
-            *(f"{form}/eval/results.json" for form in (".", *inside.FORMS) if item.evaluated),
-        ):
+        for path in inside.measured(item):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text("{}")
         return True
@@ -220,19 +217,25 @@ def test_runs_that_are_scored_wait_for_requests(tmp_path):
 def test_weights_stay_if_what_needs_them_failed(tmp_path, monkeypatch, capsys):
     tokens.make_up(tmp_path)
     q = Queue(tmp_path / "runs", tmp_path / "evidence", rehearsal(tmp_path), Speed({}, 1e12))
-    item = dataclasses.replace(next(q.pending(["tuning"])), analysed=True, evaluated=True)
+    item = dataclasses.replace(next(q.pending(["tuning"])), analysed=True, evaluated=True, quantized=True)
     monkeypatch.setattr(inside, "score", lambda *_: 1 / 0)
     requests = tokens.make_up_requests(tmp_path / "requests")
     q.train(item, 1e3)
     assert not q.finish(item, requests)
-    assert "not measured: ZeroDivisionError" in capsys.readouterr().out
-    assert (tmp_path / "runs" / item.folder / "analysis.json").exists()
+    assert "eval/results.json: not measured: ZeroDivisionError" in capsys.readouterr().out
+    analysis = tmp_path / "runs" / item.folder / "analysis.json"
+    analysed = analysis.stat().st_mtime_ns
     assert list((tmp_path / "runs" / item.folder / "checkpoints").glob("step-*"))
     monkeypatch.setattr(Protocol, "items", lambda self: iter([item]))
     assert list(q.pending()) == [item]  # ended, but its weights wait
     monkeypatch.undo()
+    (tmp_path / "runs" / item.folder / "int8").mkdir(
+        exist_ok=True
+    )  # of a process that was killed while it scored this form
+    (tmp_path / "runs" / item.folder / "int8" / "folded.json").touch()
     assert q.finish(item, requests)
     assert not (tmp_path / "runs" / item.folder / "checkpoints").exists()
+    assert analysis.stat().st_mtime_ns == analysed  # what is there is not measured again
 
 
 def test_a_run_is_packed_before_it_is_looked_into(tmp_path, trained, monkeypatch):

@@ -1,11 +1,13 @@
 """What is measured of a trained model before its weights are removed: norms and factors, tasks, the cost of 8 bits."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from angpt.config import Weights
+from angpt.evaluation.results import RESULTS
 from angpt.training.run import Run
 from experiments.evidence.items import Item
 
@@ -13,26 +15,37 @@ FORMS: tuple[Weights, ...] = get_args(Weights)
 """Formats of the matrices of folded models that are compared: they differ in nothing else."""
 
 
+def measured(item: Item) -> list[Path]:
+    """Files, in the folder of a run, with what its model is measured for."""
+    forms = ("", *FORMS) if item.quantized else ("",)
+    files = [Path("analysis.json")] if item.analysed else []
+    return files + ([form / RESULTS for form in map(Path, forms)] if item.evaluated else [])
+
+
 def look_inside(item: Item, folder: Path, requests: Path | None) -> bool:
     """Analyse the model of a run (analysis.json) and score requests of tasks, and the validation file, (eval/) with it
     and, if the item says so, with its folded forms (full/eval/, fp8/eval/, int8/eval/).
 
-    What fails is named, and costs neither the run nor the rest. Returns True if nothing failed."""
+    What is there already is not done again. What fails is named, and costs neither the run nor the rest. Returns True
+    if nothing failed."""
     from angpt.analysis.analyse import analyse
 
-    steps: list[Callable[[], None]] = [lambda: analyse([folder]).write(folder / "analysis.json")]
-    if item.evaluated and requests is not None:
-        data = Path(Run(folder).config().data.path)
-        steps.append(partial(score, folder, data, requests))
-        if item.quantized:
-            steps += [partial(score_folded, folder, weights, data, requests) for weights in FORMS]
+    data = Path(Run(folder).config().data.path)
+    steps: dict[Path, Callable[[], None]] = {
+        Path("analysis.json"): lambda: analyse([folder]).write(folder / "analysis.json")
+    }
+    if requests is not None:
+        steps[RESULTS] = partial(score, folder, data, requests)
+        steps |= {Path(weights) / RESULTS: partial(score_folded, folder, weights, data, requests) for weights in FORMS}
     done = True
-    for step in steps:
+    for file in measured(item):
+        if (folder / file).exists():
+            continue
         try:
-            step()
+            steps[file]()
         except Exception as error:
             done = False
-            print(f"{folder}: not measured: {type(error).__name__}: {error}", flush=True)
+            print(f"{folder}: {file}: not measured: {type(error).__name__}: {error}", flush=True)
     return done
 
 
@@ -50,6 +63,7 @@ def score_folded(run: Path, weights: Weights, data: Path, requests: Path) -> Non
     from angpt.inference.source import open_source
 
     source, folder = open_source(run), run / weights
+    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     model = fold(source.decoder())
     model = model if weights == "full" else quantize(model, weights)
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from angpt.config import TrainConfig
-from angpt.evaluation.results import RESULTS, SCORES
+from angpt.evaluation.results import SCORES
 from angpt.present.tables import Table
 from angpt.present.words import duration, plural
 from angpt.studies.jobs import Job, bring_to_end, ended
@@ -30,7 +30,7 @@ from angpt.training.reporter import Quiet
 from angpt.training.run import Run, Summary
 from angpt.training.trainer import Trainer
 from experiments.evidence import relatives
-from experiments.evidence.inside import FORMS, look_inside
+from experiments.evidence.inside import FORMS, look_inside, measured
 from experiments.evidence.items import EVIDENCE, KEPT_EVERY, STORED, Item
 from experiments.evidence.protocol import DATA, Protocol
 
@@ -251,10 +251,7 @@ def complete(item: Item, folder: Path) -> bool:
         return False
     if summary.status != "finished":
         return True  # there is no model
-    files = [folder / "analysis.json"] if item.analysed else []
-    forms = ("", *FORMS) if item.quantized else ("",)
-    files += [folder / form / RESULTS for form in forms] if item.evaluated else []
-    return all(file.exists() for file in files)
+    return all((folder / file).exists() for file in measured(item))
 
 
 def waits_for(item: Item, requests: Path | None = None) -> str:
