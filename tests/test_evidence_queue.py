@@ -367,6 +367,12 @@ def test_a_missing_task_is_found_at_the_start(tmp_path, monkeypatch):
         main(["run", "--requests", str(tmp_path / "requests"), "--seconds", "9", "--archive", str(tmp_path / "a.tar")])
 
 
+def test_an_unknown_stage_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--stages", "finals"])
+    assert "unknown finals; there are tuning final" in capsys.readouterr().err
+
+
 def test_the_command_for_metrics_names_the_runs_that_are_scored(tmp_path):
     tuned(tmp_path)
     assert "{gpt+,angpt}{,-muon}-{320,640}M-s1 {gpt+,angpt}-320M-s1/{full,fp8,int8}" in PROTOCOL

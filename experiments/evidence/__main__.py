@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from experiments.evidence import tokens
     from experiments.evidence.queue import STAGES, Queue, Speed, rehearsal
 
+    if unknown := {*getattr(args, "stages", ())} - {*STAGES}:
+        parser.error(f"--stages: unknown {' '.join(sorted(unknown))}; there are {' '.join(STAGES)}")
     if args.command == "pack":
         tokens.pack(args.text, ROOT / "data", args.out, tuple(args.parts))
     elif args.command == "pages":
