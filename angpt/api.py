@@ -80,7 +80,7 @@ class TrainedRun(RunRecord):
 
     @property
     def val_loss(self) -> float | None:
-        """The loss of the last evaluation; None if there is none, or the run diverged."""
+        """The loss of the last evaluation; None before the first, and if it was not finite."""
         if self.summary is not None:
             return self.summary.val_loss
         return self.evaluations[-1].loss if self.evaluations else None
@@ -193,7 +193,8 @@ def compare(
         workers: Runs at a time, each in its own process; 0: in this process. One per GPU, or two on the CPU, unless
             given.
         progress: Show the runs, or call a function with their states.
-        signals: Raise `Interrupted` at SIGINT and SIGTERM once all runs have saved. Only in the main thread.
+        signals: Raise `angpt.studies.executor.Interrupted` at SIGINT and SIGTERM once all runs have saved. Only in the
+            main thread.
         command: What the page of the comparison states as the command that repeats it.
     """
     study = Study(Path(out), comparison.study())
@@ -228,7 +229,8 @@ def study(
         retry: Try the runs again that failed before.
         slurm: Resources of each run as a job of a SLURM cluster; runs are trained on this machine unless given.
         progress: Show the runs, or call a function with their states.
-        signals: Raise `Interrupted` at SIGINT and SIGTERM once all runs have saved. Only in the main thread.
+        signals: Raise `angpt.studies.executor.Interrupted` at SIGINT and SIGTERM once all runs have saved. Only in the
+            main thread.
     """
     if isinstance(study, StudyConfig):
         if out is None:

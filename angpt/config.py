@@ -62,9 +62,9 @@ class ModelConfig:
     stored_scale: float | None = None
     """Initial stored value of α, s_qk and s_z; 0.01 for anGPT and 1/√d_m for nGPT unless given."""
     nu_p: float | None = None
-    """Factor of the attention output map (anGPT); √(d_h/d_m) unless given. A no-op in exact arithmetic."""
+    """Factor of the attention output map (anGPT); √(d_h/d_m) unless given. A norm after the block cancels it."""
     nu_acf: float = 3.74
-    """Factor of the activation (anGPT), as the paper quotes it. A no-op in exact arithmetic."""
+    """Factor of the activation (anGPT), as the paper quotes it. A norm after the block cancels it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "architecture", self.architecture.lower())
@@ -125,8 +125,10 @@ class ModelConfig:
         return dataclasses.replace(self, **{n: value for n, value in derived.items() if getattr(self, n) is None})
 
     def without_derived_of(self, other: Self) -> Self:
-        """The same model with the settings left open that `other` has and its architecture and dimensions imply: the
-        config.toml of a run has values for them, which would be wrong for another model."""
+        """The same model, with settings set to None that have the values which were derived for `other`.
+
+        The config.toml of a run states derived settings (d_ff, g_init, …); another model must derive its own.
+        """
         names = ("d_ff", "g_init", "stored_scale", "nu_p")
         nothing: dict[str, Any] = dict.fromkeys(names)
         implied = dataclasses.replace(other, **nothing).resolved()
@@ -373,9 +375,10 @@ RECORDS = (
 )  # fmt: skip
 """Settings that say when and where records are written."""
 RESUME_SETTINGS = (*MACHINE_SETTINGS, "data.path", *RECORDS)
-"""Settings that may change when a run is resumed, because they do not change the losses of its steps. Data may have
-moved: its fingerprint is compared with that of the checkpoint. Not among them: `eval_tokens`, over which the validation
-loss is a mean, and `record_moments`, whose records are summed over a whole run."""
+"""Settings that may change when a run is resumed, because they change the losses of its steps by rounding at most.
+
+Data may have moved: its fingerprint is compared with that of the checkpoint. Not among them: `eval_tokens`, over which
+the validation loss is a mean, and `record_moments`, whose records are summed over a whole run."""
 
 
 def differences(

@@ -14,6 +14,8 @@ LARGEST = 448.0
 """The largest number in e4m3."""
 CAPABILITY = (8, 9)
 """The lowest compute capability of a GPU with instructions for e4m3: Ada."""
+HALF_STEP = 2.0**-10
+"""Half of the step between numbers in e4m3 below 2⁻⁶: the largest rounding error there; up to it, numbers become 0."""
 WEIGHT_SCALE = 256.0
 """Scale of a matrix whose rows or columns have at most length 1: no entry exceeds 1, so none exceeds 256, scaled."""
 

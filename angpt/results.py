@@ -4,13 +4,12 @@
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from angpt.serialization import read_json, seal
+from angpt.serialization import read_json, sealed_json
 from angpt.stats import Interval
 from angpt.system import write_atomically
 
@@ -203,8 +202,7 @@ class Result:
         return read_json(cls, folder / RESULT, f"`angpt report {folder}` writes it again")
 
     def write(self, folder: Path) -> None:
-        text = json.dumps(seal(dataclasses.asdict(self)), indent=1, allow_nan=False)
-        write_atomically(folder / RESULT, text + "\n")
+        write_atomically(folder / RESULT, sealed_json(self))
 
 
 def _order(run: RunResult) -> tuple[int, bool, int]:

@@ -74,6 +74,11 @@ def seal(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"checksum": _checksum(values)}
 
 
+def sealed_json(config: Any, finite: bool = True) -> str:
+    """A dataclass as the text of a JSON file, with its checksum; an error if numbers must be finite and one is not."""
+    return json.dumps(seal(dataclasses.asdict(config)), indent=1, allow_nan=not finite) + "\n"
+
+
 def unseal(values: dict[str, Any]) -> dict[str, Any]:
     """The values without their checksum; an error if it is wrong. Files of earlier versions have none."""
     rest = dict(values)

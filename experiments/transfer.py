@@ -8,7 +8,8 @@ folders. The second folder has sweeps that ran after the first two laws. For eac
 table has the rate that it predicts, divided by the best one, and the loss that this costs, both read off the
 interpolated sweep. Other
 predictions: the best rate of the smallest model and budget at the same batch size, as it is and times tokens^(−1/3), a
-published law (another, −0.32, differs by 2 % here); and the defaults, which were chosen with the runs of the first folder in sight."""
+published law (another, −0.32, differs by 2 % here); and the defaults, which were chosen with the runs of the first
+folder in sight."""
 
 import argparse
 import math

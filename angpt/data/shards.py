@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from angpt.data.verify import contents
 from angpt.errors import UserError
-from angpt.serialization import read_json, seal
+from angpt.serialization import read_json, sealed_json
 from angpt.system import check_name, file_sha256, write_atomically
 
 INDEX = "index.json"
@@ -122,7 +122,7 @@ class Index:
         return self.train if name == "train" else self.val
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / INDEX, json.dumps(seal(dataclasses.asdict(self)), indent=1) + "\n")
+        write_atomically(folder / INDEX, sealed_json(self))
 
 
 class ShardWriter:

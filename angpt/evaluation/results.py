@@ -1,8 +1,7 @@
 """Results of an evaluation: `eval/results.json` in the folder of the model, and a table for the terminal."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from angpt.errors import UserError
 from angpt.evaluation.requests import Origin, Scored
 from angpt.evaluation.tasks import TASKS
 from angpt.present import tables
-from angpt.serialization import read_json, seal
+from angpt.serialization import read_json, sealed_json
 from angpt.system import write_atomically
 
 RESULTS, SCORES = Path("eval/results.json"), Path("eval/scores")
@@ -106,7 +105,7 @@ def write_results(folder: Path, results: Results) -> None:
     path = folder / RESULTS
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(seal(asdict(results)), indent=1, allow_nan=False) + "\n")
+        write_atomically(path, sealed_json(results))
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error})") from error
 

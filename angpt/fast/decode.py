@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from angpt.fast import tuning
+from angpt.fast.models import HEAD_SIZES
 from angpt.float8 import has_e4m3
 from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 
@@ -15,7 +16,7 @@ def supports(model: Folded) -> bool:
     """True if the kernels support the operations, dimensions, dtype and weights of a model on its device."""
     return (
         model.design.input != "tanh"
-        and model.cfg.d_head in (16, 32, 64, 128, 256)
+        and model.cfg.d_head in HEAD_SIZES
         and model.dtype in (torch.bfloat16, torch.float16)
         and (model.weights != "fp8" or has_e4m3(model.device))
     )

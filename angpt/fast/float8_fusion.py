@@ -23,11 +23,11 @@ class Fused(NamedTuple):
 
     operation: Any
     arguments: Callable[[dict[str, Any]], tuple[Any, ...]]
-    """Those of the operation, but for the scale, from those of the kernel."""
+    """Function from the arguments of the kernel, by name, to those of `operation` without the scale."""
     result: str
-    """The result of the kernel that is converted."""
+    """Name of the argument that receives the result which is converted."""
     others: tuple[str, ...] = ()
-    """Those that the operation returns after the first two."""
+    """Names of the arguments that receive what `operation` returns after the matrix in e4m3 and its transpose."""
 
 
 def _heads(k: dict[str, Any]) -> tuple[Any, ...]:

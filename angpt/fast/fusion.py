@@ -39,7 +39,7 @@ torch.library.define("angpt::add_product_", "(Tensor(a!) total, Tensor a, Tensor
 torch.library.impl("angpt::add_product_", "CompositeExplicitAutograd", add_product_)
 torch.library.register_fake("angpt::add_product_", lambda total, a, b, alpha: None)
 
-# Placeholder in the graph between the second pass and the third; never executed.
+# Placeholder in the graph between the passes `FindSums` and `AddProducts`; never executed.
 torch.library.define("angpt::add_product", "(Tensor total, Tensor a, Tensor b, float alpha) -> Tensor")
 torch.library.register_fake("angpt::add_product", lambda total, a, b, alpha: torch.empty_like(total))
 

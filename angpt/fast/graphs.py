@@ -55,7 +55,7 @@ class Recorded:
 
 
 def launch_bound(run: Callable[[], Tensor], model: nn.Module) -> bool:
-    """True if a pass is launch-bound (see tuning.GRAPH_LAUNCH_SHARE). Discards gradients."""
+    """True if the median of three passes is launch-bound (see tuning.GRAPH_LAUNCH_SHARE). Drops gradients."""
     parts = []
     for _ in range(3):
         model.zero_grad()

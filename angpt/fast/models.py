@@ -7,6 +7,9 @@ from angpt.fast import tuning
 from angpt.float8 import E4M3
 from angpt.models import float8, primitives
 
+HEAD_SIZES = (16, 32, 64, 128, 256)
+"""Dimensions of a head for which there are kernels."""
+
 
 def bf16_on_gpu(x: Tensor) -> bool:
     """True if a tensor is bf16 on a GPU, where the kernels apply."""
@@ -88,7 +91,7 @@ def _one_alpha_per_column(
 def _known_head(
     qkv: Tensor, d_head: int, cos: Tensor, sin: Tensor, q_gain: Tensor | None = None, k_gain: Tensor | None = None
 ) -> bool:
-    return bf16_on_gpu(qkv) and d_head in (16, 32, 64, 128, 256) and cos.shape[-1] > 0
+    return bf16_on_gpu(qkv) and d_head in HEAD_SIZES and cos.shape[-1] > 0
 
 
 def _e4m3_on_gpu(x: Tensor) -> bool:

@@ -1,6 +1,9 @@
-"""All numbers tuned for one GPU: tile sizes, warps and programs, at the shapes of the 0.5B model. They change the
-speed, not the results, except FLOAT8_FAST_TERMS. They were measured on an NVIDIA H200 (docs/performance.md), except
-those said not to be."""
+"""Numbers tuned for one GPU, an NVIDIA H200: tile sizes, warps and programs, at the shapes of the 0.5B model.
+
+They change the speed, and the results by rounding: most change the order of sums, DECODE_ROWS the precision of the
+inputs of products, FLOAT8_FAST_TERMS and FLOAT8_FAST_OUTPUTS that of sums in 8 bits. docs/performance.md has the
+measurements; numbers that were not measured say so.
+"""
 
 MULTIPROCESSORS = 132
 """Multiprocessors of an H200."""

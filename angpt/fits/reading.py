@@ -79,7 +79,7 @@ def _run_record(path: Path, curves: bool) -> Record:
     flops = None
     if summary is not None:
         loss = math.nan if summary.val_loss is None else summary.val_loss
-        if summary.status != "interrupted":
+        if summary.ended:
             status = "finished" if summary.status == "finished" and summary.val_loss is not None else "diverged"
         # The planned budget, also for a run that diverged: it groups the run with others of this budget.
         tokens = summary.steps * float(config.batch_tokens or summary.tokens / summary.step)

@@ -18,6 +18,7 @@ from angpt.config import Step
 from angpt.errors import UserError, nearest
 from angpt.fast import tuning
 from angpt.fast.decode import by_kernels, prompts_by_kernels, supports
+from angpt.fast.models import HEAD_SIZES
 from angpt.inference.sampling import Sampling, pick, uniforms
 from angpt.models.folded import Cache, Folded, Layer, decode_step, read_prompts
 from angpt.models.primitives import Context
@@ -70,8 +71,8 @@ def decoder_of(model: Folded, step: Step) -> Callable[..., Tensor]:
             raise UserError("the kernels are turned off (ANGPT_KERNELS=off); use step='auto'")
         case "kernels" if model.device.type != "cuda" or not supports(model):
             raise UserError(
-                "the kernels need a GPU, bf16 or fp16, one of the usual architectures, and for fp8 weights an Ada GPU "
-                "or a later one; use step='auto'"
+                "the kernels need a GPU (for fp8 weights Ada or later), bf16 or fp16, any architecture but gpt+/dyt, "
+                f"and heads of {', '.join(map(str, HEAD_SIZES))} dimensions; use step='auto'"
             )
         case "kernels":
             return partial(by_kernels, model)
@@ -181,21 +182,21 @@ class Engine:
         batch: int,
         slots: int,
         new_tokens: int,
-        how: Sampling,
+        sampling: Sampling,
         step: Step = "auto",
         caches: Sequence[Cache] | None = None,
     ) -> None:
         """`caches` are made unless given; engines that share them take turns, each from `start` to its last token."""
-        self.how, self.slots, self.new_tokens = how, slots, new_tokens
+        self.sampling, self.slots, self.new_tokens = sampling, slots, new_tokens
         self.recorded = graphs_apply(model.device)
-        self.settings = (batch, slots, new_tokens, how, step, kernels_enabled())
+        self.settings = (batch, slots, new_tokens, sampling, step, kernels_enabled())
         self.decode = decoder_of(model, step)
         self.caches = model.make_caches(batch, slots) if caches is None else caches
         zeros = partial(torch.zeros, dtype=torch.long, device=model.device)
         self.tokens, self.positions, self.count = zeros(batch), zeros(batch), zeros(1)
         self.out = zeros(batch, new_tokens)
         self.uniform = zeros(batch, new_tokens, dtype=torch.float32)
-        penalised = how.repetition_penalty != 1
+        penalised = sampling.repetition_penalty != 1
         self.seen = zeros(batch, model.cfg.vocab_size, dtype=torch.bool) if penalised else None
         self.reader = PromptReader(self.caches, reader_of(model, step), self.recorded)
         self.made, self.longest = 0, 0
@@ -207,7 +208,7 @@ class Engine:
         lengths = [len(p) for p in prompts]
         if len(prompts) != len(self.tokens) or not 0 < max(lengths) <= self.slots:
             raise UserError(f"{len(prompts)} prompts of up to {max(lengths)} tokens do not fit this engine")
-        if not self.how.greedy:
+        if not self.sampling.greedy:
             drawn = [list(islice(uniforms(seed + row), self.new_tokens)) for row in range(len(prompts))]
             self.uniform.copy_(torch.tensor(drawn))
         if self.seen is not None:
@@ -247,8 +248,8 @@ class Engine:
 
     def sample(self, logits: Tensor) -> None:
         """Choose the next token of each row."""
-        uniform = None if self.how.greedy else self.uniform.index_select(1, self.count)[:, 0]
-        token = pick(logits, self.how, uniform, self.seen)
+        uniform = None if self.sampling.greedy else self.uniform.index_select(1, self.count)[:, 0]
+        token = pick(logits, self.sampling, uniform, self.seen)
         self.tokens.copy_(token)
         self.out.index_copy_(1, self.count, token[:, None])
         self.count.add_(1)

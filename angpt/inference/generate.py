@@ -35,7 +35,7 @@ def generate(
     model: Folded | Decoder,
     prompts: Prompts,
     new_tokens: int,
-    how: Sampling | None = None,
+    sampling: Sampling | None = None,
     *,
     seed: int = 0,
     end: int | None = None,
@@ -49,7 +49,7 @@ def generate(
         model: A folded model, or a trained one, which is folded first.
         prompts: A list of token ids per row, or a tensor (B, T).
         new_tokens: Largest number of new tokens per row.
-        how: Temperature and filters.
+        sampling: Temperature and filters.
         seed: Seed of row 0; row b has seed + b, alone or in a batch.
         end: Token that ends a row, and is its last token.
         sliding: Let prompt and new tokens exceed the context: the last tokens of a prompt that fit are read, and each
@@ -62,7 +62,7 @@ def generate(
         raise UserError(f"new_tokens must be at least one token, not {new_tokens}")
     folded = model if isinstance(model, Folded) else fold(model)
     rows, slots = fit(rows, new_tokens, folded.cfg.context, sliding)
-    settings = (len(rows), slots, new_tokens, how or Sampling(), step)
+    settings = (len(rows), slots, new_tokens, sampling or Sampling(), step)
     engine = folded.engine  # of the last call, with its captured graphs
     if not isinstance(engine, Engine) or engine.settings != (*settings, kernels_enabled()):
         # A model owns its engine, so the engine must not own the model: a cycle would keep both in memory.
@@ -151,7 +151,7 @@ def generate_text(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     new_tokens: int,
-    how: Sampling | None = None,
+    sampling: Sampling | None = None,
     *,
     seed: int = 0,
     end: int | None = None,
@@ -174,7 +174,7 @@ def generate_text(
         return writers[row].stopped
 
     watching = watch if stop or emit is not None else None
-    made = generate(model, rows, new_tokens, how, seed=seed, end=end, sliding=sliding, step=step, watch=watching)
+    made = generate(model, rows, new_tokens, sampling, seed=seed, end=end, sliding=sliding, step=step, watch=watching)
     texts = []
     for row, (writer, tokens) in enumerate(zip(writers, made, strict=True)):
         if watching is None:

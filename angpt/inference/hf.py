@@ -1,7 +1,8 @@
 """Export to Hugging Face transformers, as a folder that loads without angpt, and import from such a folder.
 
-The folder holds the trained weights unchanged, so that they can be imported again, and modeling_angpt.py, which
-computes all architectures from them. Writing it does not need transformers.
+The folder holds the trained weights and modeling_angpt.py, which computes all architectures from them. The weights are
+unchanged, so that they can be imported again, except in an export for engines, which has s_z multiplied into the head.
+Writing the folder does not need transformers.
 """
 
 import json

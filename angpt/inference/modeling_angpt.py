@@ -1,7 +1,8 @@
 """GPT+, nGPT, anGPT and their variants for transformers, in one file that needs nothing else.
 
-The parameters are those of training, byte for byte; the `graph` in config.json says what an architecture computes.
-Constant factors and learned scales multiply activations here, which gives the same function as in training.
+The parameters are those of training, byte for byte, except that an export for engines has s_z multiplied into the head.
+The `graph` in config.json says what an architecture computes. Constant factors and learned scales multiply activations
+here, which gives the same function as in training.
 Vectors and the residual stream stay in fp32 if the matrices are bf16.
 """
 

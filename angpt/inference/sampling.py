@@ -52,27 +52,27 @@ class Sampling:
 GREEDY = Sampling(temperature=0, top_k=None)
 
 
-def pick(logits: "Tensor", how: Sampling, uniform: "Tensor | None", seen: "Tensor | None" = None) -> "Tensor":
+def pick(logits: "Tensor", sampling: Sampling, uniform: "Tensor | None", seen: "Tensor | None" = None) -> "Tensor":
     """One token (B) per row of logits (B, V), given uniform numbers (B) in [0, 1), which greedy sampling does not need,
     and a mask (B, V) of the tokens that have occurred in each row."""
-    if how.repetition_penalty != 1 and seen is not None:
-        penalty = how.repetition_penalty
+    if sampling.repetition_penalty != 1 and seen is not None:
+        penalty = sampling.repetition_penalty
         logits = (logits / penalty).where(logits > 0, logits * penalty).where(seen, logits)
-    if how.greedy:
+    if sampling.greedy:
         return logits.argmax(dim=-1)
     assert uniform is not None
-    logits = logits / how.temperature
+    logits = logits / sampling.temperature
     ids = None
-    if how.top_k is not None and how.top_k < logits.shape[-1]:
-        logits, ids = logits.topk(how.top_k, dim=-1)  # exactly k, also if several share the k-th logit
-    elif how.top_p is not None:
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        logits, ids = logits.topk(sampling.top_k, dim=-1)  # exactly k, also if several share the k-th logit
+    elif sampling.top_p is not None:
         logits, ids = logits.sort(dim=-1, descending=True)
     p = logits.softmax(dim=-1)
     allowed = p > 0
-    if how.top_p is not None:
-        allowed &= p.cumsum(dim=-1) - p < how.top_p  # includes the token that passes top_p
-    if how.min_p is not None:
-        allowed &= p >= how.min_p * p.amax(dim=-1, keepdim=True)
+    if sampling.top_p is not None:
+        allowed &= p.cumsum(dim=-1) - p < sampling.top_p  # includes the token that passes top_p
+    if sampling.min_p is not None:
+        allowed &= p >= sampling.min_p * p.amax(dim=-1, keepdim=True)
     p = p.where(allowed, 0)
     below = p.cumsum(dim=-1)
     reached = allowed & (below > uniform[:, None] * below[:, -1:])

@@ -68,8 +68,10 @@ class Source:
         return found
 
     def sha256(self) -> str:
-        """`digest` of the trained weights: equal for a run, its export and the model folded from it. 8-bit weights are
-        others: for them it is the checksum of their file."""
+        """Checksum of the trained weights: equal for a run, its export and the model folded from it in full precision.
+
+        A model folded to 8 bits computes something else: it has the checksum of its own file.
+        """
         if self.kind != "folded":
             return digest(self.tensors())
         about = store.read_about(self.path)

@@ -1,9 +1,8 @@
 """A folded model on disk: a folder with the weights, their description and the tokenizer."""
 
-import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from angpt.data.shards import TOKENIZER
 from angpt.errors import UserError
 from angpt.models.design import Design
 from angpt.models.folded import EIGHT_BITS, Folded
-from angpt.serialization import read_json, seal
+from angpt.serialization import read_json, sealed_json
 from angpt.system import file_sha256, new_folder
 
 WEIGHTS, ABOUT = "model.safetensors", "folded.json"
@@ -60,7 +59,7 @@ def save(
         sha256 = file_sha256(part / WEIGHTS)
         origin = (str(made_from), weights_sha256, training)
         about = About(FORMAT, model.cfg, model.design, *origin, sha256, model.weights)
-        (part / ABOUT).write_text(json.dumps(seal(asdict(about)), indent=1) + "\n", encoding="utf-8")
+        (part / ABOUT).write_text(sealed_json(about), encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
 

@@ -1,7 +1,7 @@
-"""anGPT out of other transformers: `convert` exchanges parts of a pre-norm transformer, in place.
+"""Converts other transformers to anGPT: `convert` replaces modules of a pre-norm transformer, in place.
 
 The code of the network stays. Where it computes h + block(norm(h)), the norm becomes the identity and the block is
-wrapped, so that it returns what the residual update of anGPT adds to h. Where the parts are is a `Description`.
+wrapped, so that it returns what the residual update of anGPT adds to h. A `Description` names the modules.
 """
 
 import re
@@ -45,7 +45,7 @@ class Description:
     heads: Mapping[str, Heads]
     """Maps to queries and keys, or norms of these, and what they return."""
     start: tuple[str, ...] = ()
-    """Modules with which the residual stream starts, and whose output is not a token's vector alone: it is normed."""
+    """Modules whose output starts the residual stream as a sum of vectors (token, position); the output is normed."""
     head: tuple[str, ...] = ()
     """Linear maps to logits."""
     gated: bool = False

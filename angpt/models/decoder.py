@@ -181,7 +181,10 @@ def attention_flops(cfg: ModelConfig, length: int) -> int:
 
 
 class NormalizedDecoder(Decoder):
-    """What nGPT and anGPT share: matrices initialised with vectors of length 1, and a learned scale of the logits."""
+    """What nGPT and anGPT share: matrices initialised with vectors of length 1, and a learned scale of the logits.
+
+    That scale, `s_z`, is s_Z of Table 1. The s_z of Table 1, which scales z in the MLP of nGPT, is a half of `s_uz`.
+    """
 
     def __init__(self, cfg: ModelConfig, stored_scale: float) -> None:
         super().__init__(cfg)

@@ -15,9 +15,9 @@ class Design:
     input: Literal["none", "rms", "tanh"] = "none"
     """Before each block and before the head: nothing, rms(h) · γ, or tanh(a h) · γ."""
     input_factors: tuple[float, ...] = ()
-    """Constant factor of that, per layer."""
+    """Constant factor of the input of the blocks, one per layer."""
     qk: Literal["g", "s_qk", "plain"] = "g"
-    """q and k are normed and scaled by g, normed and scaled by s_qk and √d_k, or only divided by √d_h."""
+    """q and k are normed, and q·k is scaled by g; or normed and scaled by s_qk and √d_h; or q·k is divided by √d_h."""
     s_uz: bool = False
     """u and z are scaled by a learned vector, and z by √d_m."""
     nu_p: float = 1.0

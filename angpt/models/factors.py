@@ -40,7 +40,8 @@ class Factors:
         return Factors(*(c * nu for nu in dataclasses.astuple(self)))
 
 
-NONE = Factors(1.0, 1.0, 1.0, 1.0, 1.0)
+ONES = Factors(1.0, 1.0, 1.0, 1.0, 1.0)
+"""Factors that change nothing."""
 
 
 class LerpFactor(NamedTuple):
@@ -122,4 +123,4 @@ ACTIVATION_ASSUMPTIONS: dict[str, Callable[[int, int, torch.Generator], Tensor]]
     ),
 }
 """Assumptions about the input of the activation, as functions (d, n, generator) → sample. The paper quotes ν = 3.74; no
-assumption gives it, which does not matter: the factor is a no-op (see `angpt factors`)."""
+assumption gives it, which does not matter where a norm after the block cancels the factor (see `angpt factors`)."""

@@ -12,16 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from angpt.float8 import E4M3, WEIGHT_SCALE, measured_scale, power_of_two, scale_of_bound, to_e4m3
+from angpt.float8 import E4M3, HALF_STEP, WEIGHT_SCALE, measured_scale, power_of_two, scale_of_bound, to_e4m3
 from angpt.models.decoder import Block, Decoder
-from angpt.models.factors import NONE
+from angpt.models.factors import ONES
 from angpt.models.primitives import LearnedScale, Linear, product
 from angpt.operations import operation
 
 ROUNDING, E4M3_ROUNDING = 1 + 2**-8, 1 + 2**-4
 """Largest factors by which rounding to bf16, and to e4m3 from 2⁻⁶ on, lengthen a number."""
-E4M3_STEP = 2.0**-10
-"""Most that rounding to e4m3 adds to a number below 2⁻⁶: half of the step there."""
 GRADIENT_SCALE = 256.0
 """Scale of gradients, times the tokens of a pass, over the rms of s_z."""
 GAIN_MARGIN = 4.0
@@ -171,7 +169,7 @@ def float8_linears(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
 def input_scales(model: Decoder) -> dict[str, float | None]:
     """The constant scale of the input of each matrix of a block, by its name; None if the design does not bound it."""
     design, cfg = model.design(), model.cfg
-    updates, nu = 2 * cfg.n_layers, getattr(model.blocks[0], "nu", NONE)
+    updates, nu = 2 * cfg.n_layers, getattr(model.blocks[0], "nu", ONES)
     unit_start = design.input == "none" and not design.embed_scale and _rows_are_bounded(model)
     unit_updates = design.lerp and design.output_norm and design.update_factor == 1.0
     if not (unit_start and unit_updates and (design.nu_alpha or design.update_norm)):
@@ -199,7 +197,7 @@ def _rows_are_bounded(model: Decoder) -> bool:
 
 def length_in_e4m3(length: float, scale: float, size: int) -> float:
     """Largest length that a vector of `size` entries has after its conversion to e4m3 at a scale."""
-    return length * E4M3_ROUNDING + math.sqrt(size) * E4M3_STEP / scale
+    return length * E4M3_ROUNDING + math.sqrt(size) * HALF_STEP / scale
 
 
 def gradient_scale(s_z: Tensor, tokens: int) -> Tensor:

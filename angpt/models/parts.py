@@ -88,7 +88,7 @@ class NormedHeads(Around):
 
 
 class NormedOutput(Around):
-    """norm(block(·)), where a residual stream starts that is not a token's vector alone."""
+    """norm(block(·)), for a residual stream that starts as a sum of vectors, such as those of token and position."""
 
     def __getattr__(self, name: str) -> Any:
         """The attributes of the block too: ViT reads those of its embeddings."""

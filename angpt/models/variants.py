@@ -170,7 +170,7 @@ ARCHITECTURES |= {
 
 class NoConstBlock(AnGPTBlock):
     def constants(self, cfg: ModelConfig) -> factors.Factors:
-        return factors.NONE
+        return factors.ONES
 
 
 class NoResidualFactorBlock(AnGPTBlock):

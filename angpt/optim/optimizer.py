@@ -29,8 +29,8 @@ class Optimizer:
         dtype: torch.dtype = torch.float32,
         values: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """`copies`: the tensor that receives the gradient of each parameter, and is its copy in low precision, unless
-        `values` has another tensor for it.
+        """`copies`: for each parameter with a low-precision copy, the tensor that receives its gradient.
+        `values`: for such a tensor, the copy in e4m3; without an entry, the tensor itself is the copy.
         `hidden`: for Muon, the names of hidden matrices, each with the number of maps that are stacked in it.
         `dtype`: precision of Muon's matrix products."""
         self.config, self.shards, self.dtype = config, shards, dtype

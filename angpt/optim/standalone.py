@@ -42,7 +42,8 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
 class Muon(torch.optim.Optimizer):
     """Muon on the matrices of hidden layers, Adam on all other parameters: `Muon(model)`.
 
-    `angpt.constrain(optimizer, model)` adds the bound on weight rows. Schedulers that multiply scale both rates.
+    `angpt.constrain(optimizer, model)` adds the bound on weight rows. A scheduler that multiplies the learning rate
+    (LambdaLR) scales both rates.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from angpt.models.folded import Cache, Folded, decode_step, read_prompts
 class Row:
     """A text in progress."""
 
-    how: Sampling
+    sampling: Sampling
     uniforms: Iterator[float]
     seen: Tensor | None
     """Mask (V) of the tokens that have occurred, for a repetition penalty."""
@@ -53,7 +53,7 @@ class Batch:
         return sum(tensor.nbytes for cache in [*self.caches, *single] for tensor in cache)
 
     @torch.no_grad()
-    def join(self, prompt: Sequence[int], how: Sampling, seed: int) -> Row:
+    def join(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Row:
         """Read a prompt into a free row and choose the first token after it."""
         place, tokens = len(self.rows), torch.tensor([prompt], device=self.model.device)
         if self.reader is None:
@@ -65,10 +65,10 @@ class Batch:
                 for tensor, part in zip(cache, single, strict=True):
                     tensor[place, :, : len(prompt)] = part[0, :, : len(prompt)]
         seen = None
-        if how.repetition_penalty != 1:
+        if sampling.repetition_penalty != 1:
             seen = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
             seen[tokens[0]] = True
-        row = Row(how, uniforms(seed), seen, len(prompt))
+        row = Row(sampling, uniforms(seed), seen, len(prompt))
         self.rows.append(row)
         choose([row], logits)
         return row
@@ -116,12 +116,12 @@ def choose(rows: Sequence[Row], logits: Tensor) -> None:
     """The next token of each row, from its logits (B, V). Rows with the same settings are sampled together."""
     groups: dict[Sampling, list[int]] = {}
     for place, row in enumerate(rows):
-        groups.setdefault(row.how, []).append(place)
-    for how, places in groups.items():
+        groups.setdefault(row.sampling, []).append(place)
+    for sampling, places in groups.items():
         members = [rows[place] for place in places]
         drawn = torch.tensor([next(row.uniforms) for row in members], device=logits.device)
         masks = [row.seen for row in members if row.seen is not None]
-        tokens = pick(logits[places], how, drawn, torch.stack(masks) if masks else None)
+        tokens = pick(logits[places], sampling, drawn, torch.stack(masks) if masks else None)
         for row, token in zip(members, tokens.tolist(), strict=True):
             row.token = token
             if row.seen is not None:

@@ -142,6 +142,6 @@ def choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def model_card(model: str, created: int) -> dict[str, Any]:
+def model_entry(model: str, created: int) -> dict[str, Any]:
     """A model as `/v1/models` describes it."""
     return {"id": model, "object": "model", "created": created, "owned_by": "angpt"}

@@ -30,7 +30,7 @@ class Job:
 
     prompt: Sequence[int]
     new_tokens: int
-    how: Sampling
+    sampling: Sampling
     seed: int
     writer: Writer
     deliver: Callable[[Piece], None]
@@ -121,7 +121,7 @@ class Scheduler:
             joining = [self.waiting.popleft() for _ in range(min(len(self.waiting), self._free()))]
             self.running += joining
         for job in joining:
-            job.row = self.batch.join(job.prompt, job.how, job.seed)
+            job.row = self.batch.join(job.prompt, job.sampling, job.seed)
             self.prompt_tokens += len(job.prompt)
             self._take(job)
         return True

@@ -25,7 +25,7 @@ from angpt.serialization import shown
 from angpt.serving.batch import Batch
 from angpt.serving.limits import Limits
 from angpt.serving.metrics import exposition
-from angpt.serving.protocol import Answer, Refused, Request, model_card, read_request
+from angpt.serving.protocol import Answer, Refused, Request, model_entry, read_request
 from angpt.serving.scheduler import Busy, Job, Piece, Scheduler, Stopped
 
 LOG = logging.getLogger(__name__)
@@ -96,10 +96,10 @@ class Server:
         def deliver(index: int, piece: Piece) -> None:
             self.loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
-        how, stops, jobs = wanted.sampling(), wanted.stops(), []
+        sampling, stops, jobs = wanted.sampling(), wanted.stops(), []
         for index in range(len(prompts) * wanted.n):
             writer = Writer(self.tokenizer, stops, self.end)
-            row = prompts[index // wanted.n], wanted.max_tokens, how, wanted.seed + index
+            row = prompts[index // wanted.n], wanted.max_tokens, sampling, wanted.seed + index
             jobs.append(Job(*row, writer, partial(deliver, index)))
         self.active += 1
         try:
@@ -192,13 +192,13 @@ class Server:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        return web.json_response({"object": "list", "data": [model_card(self.name, self.created)]})
+        return web.json_response({"object": "list", "data": [model_entry(self.name, self.created)]})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/NAME."""
         if (name := request.match_info["model"]) != self.name:
             raise self.unknown(name)
-        return web.json_response(model_card(self.name, self.created))
+        return web.json_response(model_entry(self.name, self.created))
 
     async def health(self, request: web.Request) -> web.Response:
         """GET /health: 200, or 503 if the server is stopping or the model has failed."""

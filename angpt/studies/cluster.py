@@ -106,7 +106,7 @@ def train_in_job(job: Job, threads: int) -> bool:
 
     torch.set_num_threads(threads)
     try:
-        return bring_to_end(job, PlainReporter(terminal())).status != "interrupted"
+        return bring_to_end(job, PlainReporter(terminal())).ended
     except Exception as error:
         note_failure(job, reason(error))
         raise

@@ -148,7 +148,7 @@ class InProcess:
         failure, before = None, torch.get_num_threads()
         torch.set_num_threads(self.threads or available_cores())
         try:
-            if bring_to_end(job, self.reporter(), self.signals).status == "interrupted":
+            if not bring_to_end(job, self.reporter(), self.signals).ended:
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
         except Exception as error:
             failure = reason(error)

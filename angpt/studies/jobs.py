@@ -51,7 +51,7 @@ class Job:
 def ended(folder: Path) -> Summary | None:
     """The summary of a run that has finished or diverged; None while there is something left to do."""
     summary = Run(folder).summary()
-    return None if summary is None or summary.status == "interrupted" else summary
+    return summary if summary is not None and summary.ended else None
 
 
 def state_of(job: Job, running: bool) -> State:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from angpt.config import RESUME_SETTINGS, TrainConfig, differences
 from angpt.errors import UserError
-from angpt.serialization import check_settings, from_dict, json_values, parse_json, seal, typed, unseal
+from angpt.serialization import check_settings, from_dict, json_values, parse_json, sealed_json, typed, unseal
 from angpt.system import check_name, file_sha256, remove, sync, write_atomically
 from angpt.training.strategy import Shard, SingleProcess, Strategy
 
@@ -193,7 +193,7 @@ def write_files(part: Path, tensors: Mapping[str, Shard], rank: int = 0, writers
 
 def complete(part: Path, target: Path, state: State, keep: int) -> None:
     """Write the state of a checkpoint, give it its name, and remove all but the newest `keep`."""
-    write_atomically(part / STATE, json.dumps(seal(asdict(state)), indent=1) + "\n")
+    write_atomically(part / STATE, sealed_json(state, finite=False))  # the clip of gradients may be infinite
     sync(part)
     old = part.with_name(f"{part.name}-old")
     if os.path.lexists(target):  # a damaged one, or the run would have continued from it

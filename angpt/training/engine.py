@@ -91,10 +91,7 @@ class Engine:
         return loss.detach()
 
     def launch_bound(self, batch: Batch) -> bool:
-        """True if launching kernels takes so much of the time of a second pass that a CUDA graph pays.
-
-        Gradients are dropped.
-        """
+        """True if passes over this batch are launch-bound, so that a CUDA graph pays. Runs three; drops gradients."""
         if not self.recordable or batch.documents is not None:  # document masks are untested in graphs
             return False
         with torch.cuda.device(self.device), attention_backends():

@@ -20,7 +20,7 @@ KEPT = {
     aten.detach.default, aten.view.default, aten.slice.Tensor, aten.split.Tensor, aten.new_zeros.default,
     aten.as_strided.default, aten.clone.default, aten._to_copy.default,
 }  # fmt: skip
-"""What FSDP does with a parameter to shard it: returns a `GatheredInE4M3`, too. Other operations return a tensor."""
+"""Operations by which FSDP shards a parameter. Their results stay `GatheredInE4M3`; all others are plain tensors."""
 
 
 class GatheredInE4M3(Tensor):
@@ -31,7 +31,7 @@ class GatheredInE4M3(Tensor):
 
     rows: Tensor
     owner: Linear
-    """Whose weight it is: a `Float8Linear` by the time it is gathered."""
+    """Layer whose weight this is; it has become a `Float8Linear` before the rows are gathered."""
 
     @staticmethod
     def __new__(cls, rows: Tensor, owner: Linear) -> "GatheredInE4M3":
@@ -59,7 +59,7 @@ class GatheredInE4M3(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
     ) -> tuple[tuple[Tensor], None]:
-        """What this rank sends, with as many rows as any other."""
+        """The rows of this rank in e4m3, padded with zeros so that all ranks send the same number of rows."""
         missing = -(-outer_size[0] // mesh.size()) - len(self.rows)
         values = to_e4m3(self.rows, WEIGHT_SCALE).view(torch.uint8)
         return (nn.functional.pad(values, (0, 0, 0, missing)),), None
@@ -67,7 +67,7 @@ class GatheredInE4M3(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[()]] | None:
-        """Hand the gathered values over. What is returned, the first time, becomes the weight."""
+        """Store the gathered e4m3 values in the `Float8Linear`. At the first call, return the tensor for its weight."""
         assert isinstance(self.owner, Float8Linear)
         shape = self.owner.weight.shape
         self.owner.values = outputs[0][: shape[0]].view(E4M3)
@@ -77,7 +77,8 @@ class GatheredInE4M3(Tensor):
 
 
 class _WithoutStorage(Tensor):
-    """Zeros of which FSDP takes a view with strides that would need storage, and gets them as they are."""
+    """Zeros expanded from one element. FSDP calls `torch.as_strided` on them, which would need the storage of a whole
+    matrix; here it returns them as they are."""
 
     @classmethod
     def __torch_function__(

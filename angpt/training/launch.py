@@ -58,7 +58,7 @@ def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None, sig
 def ended_as(run: Run, config: TrainConfig) -> Summary | None:
     """The summary of a run with this configuration if it has ended; then its data may be gone."""
     summary = run.summary() if config == run.config() else None
-    return None if summary is None or summary.status == "interrupted" else summary
+    return summary if summary is not None and summary.ended else None
 
 
 def proceed(
@@ -67,7 +67,7 @@ def proceed(
     """Continue a run on the processes of this launch."""
     check_same(run.config(), plan.config, run.path)
     summary = strategy.share(run.summary)
-    if summary is not None and summary.status != "interrupted":
+    if summary is not None and summary.ended:
         return summary  # before the lock, which a folder without permission to write cannot have
     with opened(run, reporter, strategy) as reporter:
         trainer = Trainer(plan, run, *data, reporter, strategy)
@@ -75,6 +75,7 @@ def proceed(
             trainer.load(path)
         if strategy.main:  # the micro-batch as given, not reduced to a divisor of this rank's share
             run.write_config(dataclasses.replace(plan.config, micro_batch=config.micro_batch or plan.micro_batch))
+            run.remove_summary()
         return trainer.train(signals)
 
 

@@ -1,5 +1,4 @@
-"""Scalars of each layer, recorded during training: input norms, learned scales, lengths of weight rows; distributions
-of the numbers of products in 8 bits."""
+"""Scalars of each layer, recorded during training: input norms, learned scales, row lengths, saturation in 8 bits."""
 
 from functools import partial
 from typing import Any
@@ -8,14 +7,11 @@ import torch
 from torch import Tensor
 
 from angpt.data.loader import Batch
-from angpt.float8 import LARGEST, measured_scale
+from angpt.float8 import HALF_STEP, LARGEST, measured_scale
 from angpt.models.decoder import Decoder
 from angpt.models.float8 import Float8Linear, Scale, float8_linears
 from angpt.models.primitives import LearnedScale, Linear, RMSNorm
 from angpt.training.strategy import Strategy
-
-HALF_STEP = 2.0**-10
-"""What is not above half of the smallest number in e4m3 becomes zero."""
 
 
 @torch.no_grad()
@@ -23,7 +19,7 @@ def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[st
     """Scalars by name: a list over layers, or a number for what the model has once.
 
     `input_norm`: mean length of the residual stream before each layer and after the last. Learned scales: mean (for α,
-    whose entries may have either sign, also mean size); matrices: mean length of rows; γ: length.
+    whose entries may have either sign, also the mean absolute value); matrices: mean length of rows; γ: length.
     """
     lengths = model.input_lengths(tokens)
     rows: dict[str, list[Tensor]] = {}
@@ -51,10 +47,10 @@ def _scalar(part: torch.nn.Module, strategy: Strategy) -> Tensor | None:
 
 
 def float8_scalars(compute: Decoder, batch: Batch) -> dict[str, list[float]]:
-    """Lists over layers of the numbers in a forward and backward pass: the shares that are saturated and that become
-    zero in e4m3, and the kurtosis (3 for a normal distribution), of the input and of the output gradient of a matrix.
+    """Statistics of the input and the output gradient of each matrix in 8 bits, as lists over layers, from one pass.
 
-    Names are such as `W_d_input_saturated`. Leaves no gradients.
+    saturated: the share of numbers above the largest of e4m3. zero: the share that conversion makes zero. kurtosis:
+    E[x⁴] / E[x²]², 3 for a normal distribution of mean 0. Names are such as `W_d_input_saturated`. Leaves no gradients.
     """
     found: dict[str, dict[int, Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""Resolves a configuration: budget, batch, learning rate, device. All pure functions."""
+"""Resolves a configuration: budget, batch, learning rate, device. Writes nothing; `auto` depends on the machine."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": E4M3}
 MICRO_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 """Tokens of one forward pass unless configured: enough to fill the device, few enough to fit on it."""
 MOST_BATCH_TOKENS = 1 << 27
-"""Twice the largest batch in use; a larger one is a mistake, found before its tokens fill the memory."""
+"""Largest accepted tokens per step; a larger number is taken for a typing mistake, before tokens fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of all else: the residual stream, embedding and head."""
+        """Precision of the residual stream, the embedding and the head; `matrix_dtype` is that of blocks."""
         return stream_dtype(self.matrix_dtype)
 
     @property
@@ -159,7 +159,7 @@ class Plan:
         return given(every) > 0 and (step == self.steps or step % given(every) == 0)
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step (from 0): linear warm-up, then a cosine that ends at `final_lr` in the last step."""
+        """Learning rate of a step (from 0): linear warm-up, then a cosine to `final_lr` · peak in the last step."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)

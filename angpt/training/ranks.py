@@ -130,7 +130,7 @@ def name_attempt(store: Any, rank: int, size: int, timeout: float) -> str:
     return name
 
 
-def lost_rank(error: BaseException | None) -> str | None:
+def network_error(error: BaseException | None) -> str | None:
     """The message of a network error without its position in the source; None for other errors."""
     words = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Socket", "TCPStore")
     if not isinstance(error, RuntimeError):

@@ -79,12 +79,12 @@ class RunRecord:
 
     @cached_property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """All evaluations, in order."""
+        """Evaluations with a finite loss, in order; at most about MOST_RECORDS."""
         return tuple(Evaluation(r["tokens"], r["seconds"], r["val_loss"]) for r in self._records("val"))
 
     @cached_property
     def steps(self) -> tuple[TrainStep, ...]:
-        """Training steps, in order."""
+        """Training steps without null values, in order; at most about MOST_RECORDS."""
         return tuple(TrainStep(**{name: r[name] for name in TRAIN_STEP}) for r in self._records("train"))
 
     @cached_property

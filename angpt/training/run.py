@@ -1,13 +1,12 @@
 """A run as a folder: config.toml, metrics.jsonl, summary.json, checkpoints/. One process writes to it at a time."""
 
 import fcntl
-import json
 import platform
 import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -16,7 +15,7 @@ import torch
 
 from angpt.config import TrainConfig
 from angpt.errors import UserError
-from angpt.serialization import check_settings, parse_json, read_json, read_toml, seal, to_toml
+from angpt.serialization import check_settings, parse_json, read_json, read_toml, sealed_json, to_toml
 from angpt.system import LOCK, locked, new_folder, try_lock, write_atomically
 from angpt.version import __version__
 
@@ -29,11 +28,11 @@ class Summary:
 
     status: Status
     step: int
-    """Steps done; for a diverged run, the step whose loss or gradient was not finite."""
+    """Steps done; for a diverged run, the step with a loss, gradient or validation loss that was not finite."""
     steps: int
     tokens: int
     val_loss: float | None
-    """Loss of the last evaluation."""
+    """Loss of the last evaluation; None before the first, and if it was not finite."""
     seconds: float
     """Time spent in training steps, without compiling, evaluation and saving."""
     compile_seconds: float
@@ -47,6 +46,11 @@ class Summary:
     """Name of the last good checkpoint."""
     environment: dict[str, str]
     """Versions, commit and hardware."""
+
+    @property
+    def ended(self) -> bool:
+        """True if the run finished or diverged; an interrupted run can be continued."""
+        return self.status != "interrupted"
 
     def __post_init__(self) -> None:
         check_settings(self, "positive", lambda value: value > 0, "steps", "parameters", "flops_per_token")
@@ -112,8 +116,11 @@ class Run:
         return _summary(self.path, stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
     def write_summary(self, summary: Summary) -> None:
-        text = json.dumps(seal(asdict(summary)), indent=1, allow_nan=False)
-        write_atomically(self.path / "summary.json", text + "\n")
+        write_atomically(self.path / "summary.json", sealed_json(summary))
+
+    def remove_summary(self) -> None:
+        """Forget how the run ended, because it goes on."""
+        (self.path / "summary.json").unlink(missing_ok=True)
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """The numbered lines of metrics.jsonl, without a last one that a killed process left incomplete."""

@@ -28,7 +28,7 @@ from angpt.models.decoder import Decoder
 from angpt.models.float8 import use_float8
 from angpt.optim.states import Shards
 from angpt.training.gathering import GatheredInE4M3, gather_in_e4m3
-from angpt.training.ranks import join, launched_rank, launched_ranks, lost_rank
+from angpt.training.ranks import join, launched_rank, launched_ranks, network_error
 from angpt.training.reducer import GradientReducer
 from angpt.training.watchdog import Watchdog
 
@@ -101,7 +101,7 @@ class Strategy(Shards, AbstractContextManager["Strategy"]):
         return make()
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, over a connection that only the thread that writes checkpoints uses."""
+        """The values of all ranks. Uses a process group of its own: the thread that writes checkpoints calls it."""
         return [value]
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
@@ -139,7 +139,7 @@ class Distributed(Strategy):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self.device, self.rank, self.size = device, launched_rank(), launched_ranks()
-        store, self.files = join(device, timeout)
+        store, self.checkpoint_group = join(device, timeout)
         try:
             self.watchdog = Watchdog(PrefixStore("beats", store), self.rank, self.size, timeout)
         except RuntimeError as error:
@@ -149,7 +149,7 @@ class Distributed(Strategy):
         if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this process ends, too
             try:
-                dist.barrier(self.files)
+                dist.barrier(self.checkpoint_group)
             except RuntimeError as lost:
                 error = lost
         dist.destroy_process_group()
@@ -159,7 +159,7 @@ class Distributed(Strategy):
 
     def _lost(self, error: BaseException | None) -> UserError | None:
         """The error to show instead of a network error."""
-        if (words := lost_rank(error)) is None:
+        if (words := network_error(error)) is None:
             return None
         return UserError(
             f"rank {self.rank} of {self.size}: lost another rank ({words}). "
@@ -192,7 +192,7 @@ class Distributed(Strategy):
 
     def exchange(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.files)
+        dist.all_gather_object(values, value, group=self.checkpoint_group)
         return values
 
     def compare_replicas(self, tensors: Mapping[str, Shard]) -> None:
@@ -278,7 +278,8 @@ class FSDP(Distributed):
         fully_shard(model.to(self.device), mesh=self.mesh, mp_policy=policy, ignored_params=set(vectors))
         if dtype == E4M3:
             use_float8(model, copied=False)
-        for part in (*model.blocks, model):  # the first time, FSDP may make padded shards anew, to which others refer
+        # At its first use FSDP may reallocate padded shards; after this, the optimizer can hold references to them.
+        for part in (*model.blocks, model):
             part.unshard()
             part.reshard()
         register_fsdp_forward_method(model, "input_lengths")

@@ -39,7 +39,7 @@ LAYER_TOKENS = 4096
 
 
 class Diverged(Exception):
-    """The loss or the gradient of step `args[0]` is not finite."""
+    """The loss or the gradient of step `args[0]`, or the validation loss after it, is not finite."""
 
 
 class Trainer:

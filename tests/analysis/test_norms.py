@@ -8,7 +8,7 @@ from angpt.analysis import norms
 from angpt.analysis.history import History
 from angpt.constraints import Constraint, apply_constraints
 from angpt.models import decoder
-from angpt.models.factors import NONE, nu_lerp
+from angpt.models.factors import ONES, nu_lerp
 from angpt.models.gptplus import GPTPlus
 from angpt.models.primitives import norm
 from tests.analysis.conftest import some_batches, tiny
@@ -114,7 +114,7 @@ def test_against_a_slow_walk_through_the_model(architecture):
                     after = (h + block.alpha_a() * (h_a - h)) * nu_lerp(block.alpha_a())
             block.mlp(after)
             h = block(h, ctx)
-            nu = getattr(block, "nu", NONE)
+            nu = getattr(block, "nu", ONES)
             for hook in hooks:
                 hook.remove()
             attention, mlp = found.attention[layer], found.mlp[layer]

@@ -44,7 +44,7 @@ def uncached(model: Decoder, tokens: Tensor, new_tokens: int) -> Tensor:
 @pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
 def test_cached_and_uncached_greedy_tokens_are_the_same_for_200_steps(name: str) -> None:
     model, prompt = tiny(name, context=256).float(), some_tokens(2, 7)
-    found = generate(model, prompt, 200, how=GREEDY)
+    found = generate(model, prompt, 200, sampling=GREEDY)
     assert found == uncached(model, prompt, 200)[:, 7:].tolist()
     assert len(set(found[0])) > 1
 
@@ -53,7 +53,7 @@ def test_cached_and_uncached_greedy_tokens_are_the_same_for_200_steps(name: str)
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_every_greedy_token_is_the_likeliest_in_one_pass_of_the_trained_model(name: str) -> None:
     model, prompt = tiny(name, context=256).float(), some_tokens(2, 7)
-    whole = torch.cat([prompt, torch.tensor(generate(model, prompt, 200, how=GREEDY))], dim=1)
+    whole = torch.cat([prompt, torch.tensor(generate(model, prompt, 200, sampling=GREEDY))], dim=1)
     assert torch.equal(model(whole)[:, 6:-1].argmax(dim=-1), whole[:, 7:])
 
 
@@ -437,6 +437,6 @@ def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:
 
 def test_the_weights_of_a_model_are_used_at_the_time_of_the_call() -> None:
     model = build(byte_model().cfg, seed=0)
-    first = generate(model, [[1]], 20, how=GREEDY)
+    first = generate(model, [[1]], 20, sampling=GREEDY)
     model.init_weights(torch.Generator().manual_seed(5))
-    assert generate(model, [[1]], 20, how=GREEDY) != first
+    assert generate(model, [[1]], 20, sampling=GREEDY) != first

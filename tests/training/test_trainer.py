@@ -131,6 +131,21 @@ def test_interrupted_and_resumed_is_as_if_undisturbed(data, tmp_path, recipe, pr
     assert parameters(parts) == parameters(whole)
 
 
+def test_a_run_that_goes_on_has_no_end(data, tmp_path):
+    """While it is running, and after a kill, its summary is not that of the interruption before."""
+
+    class Killed(Quiet):
+        def train(self, *args, **kwargs):
+            raise ZeroDivisionError
+
+    start(small(data), tmp_path / "run", Stops(3))
+    assert Run(tmp_path / "run").summary().status == "interrupted"
+    with pytest.raises(ZeroDivisionError):
+        resume(tmp_path / "run", Killed())
+    assert Run(tmp_path / "run").summary() is None
+    assert resume(tmp_path / "run", Quiet()).status == "finished"
+
+
 def newest_name(out):
     return max((p.name for p in (out / "checkpoints").glob("step-*")), default="")
 
