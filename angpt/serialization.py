@@ -74,9 +74,9 @@ def seal(values: dict[str, Any]) -> dict[str, Any]:
     return values | {"checksum": _checksum(values)}
 
 
-def sealed_json(config: Any, finite: bool = True) -> str:
+def sealed_json(value: Any, finite: bool = True) -> str:
     """A dataclass as the text of a JSON file, with its checksum; an error if numbers must be finite and one is not."""
-    return json.dumps(seal(dataclasses.asdict(config)), indent=1, allow_nan=not finite) + "\n"
+    return json.dumps(seal(dataclasses.asdict(value)), indent=1, allow_nan=not finite) + "\n"
 
 
 def unseal(values: dict[str, Any]) -> dict[str, Any]:

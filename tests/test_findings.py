@@ -195,7 +195,7 @@ def test_divergence_counts_when_the_run_of_gpt_plus_has_ended(tmp_path):
 
 
 def test_a_lead_within_a_tie_at_the_largest_budget_is_gone(tmp_path):
-    """It has one seed there: a lead as small as the noise between seeds is none."""
+    """It has one seed there: a lead within the noise between seeds does not count."""
     found = results(tmp_path, {"angpt": -0.004, "angpt:muon": -0.1})
     own = [c for c in found.primary if (c.one, c.two) == ("gpt+", "angpt")]
     lead = found.compare("gpt+", "angpt", "640M").difference.estimate.mean

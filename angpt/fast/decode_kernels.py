@@ -236,7 +236,7 @@ class Steps:
     def heads_and_slots(
         self, qkv: Tensor, layer: Layer, cache: Cache, angles: Any, positions: Tensor, capacity: int
     ) -> HeadsAndSlots:
-        """What the kernels of attention have in common, given q, k and v in parts."""
+        """Arguments of the attention kernels, from q, k and v in parts."""
         gain = qkv if layer.gain is None else layer.gain
         shown, strides = cache.keys.shape[2], cache.keys.stride()[:2]
         constants = self.qk(layer) | {"PARTS": len(qkv), "NEVER": NEVER} | self.launch

@@ -14,6 +14,7 @@ from angpt.slurm import SlurmConfig
 from angpt.studies.executor import Ended
 from angpt.studies.jobs import Job, bring_to_end, ended, failure_of, note_failure, reason
 from angpt.system import write_atomically
+from angpt.training.run import Run
 
 ASK_SECONDS = 5.0
 """Seconds between two queries of the queue."""
@@ -71,8 +72,7 @@ class Cluster:
             return noted
         if slurm.cancelled(number):
             return f"job {number} was cancelled"
-        summary = job.folder / "summary.json"
-        if summary.exists() and "interrupted" in summary.read_text(encoding="utf-8"):
+        if Run(job.folder).summary() is not None:
             return None  # pre-empted, and saved
         return f"job {number} ended without a word; see {self.folder}/{number}_0_log.err"
 

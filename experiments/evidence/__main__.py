@@ -54,8 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands.add_parser("pages", help="write tables and figures of docs/evidence from its run folders")
     args = parser.parse_args(arguments)
 
-    from angpt.evaluation.evaluate import read_requests
-    from angpt.evaluation.tasks import choose
     from experiments.evidence import tokens
     from experiments.evidence.queue import STAGES, Queue, Speed, rehearsal
 
@@ -82,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.archive = args.archive.resolve()
         os.chdir(ROOT)  # configurations name their data from here
         if args.requests is not None:
+            from angpt.evaluation.evaluate import read_requests
+            from angpt.evaluation.tasks import choose
+
             read_requests(args.requests, choose(["paper"]))  # a task that is missing must not be missed hours later
         if args.parts is not None:
             tokens.arrange(args.parts, ROOT)

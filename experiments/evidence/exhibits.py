@@ -106,7 +106,7 @@ def step_time(results: Results, recipe: Recipe) -> Finding:
     because they run one after the other, on different days and machines."""
     ours, limit = in_turns(recipe), paper.STEP_TIMES[recipe]
     assert ours.high is not None
-    found = f"{overhead(ours)} at [0.5B, one H200](../performance.md)"
+    found = f"{overhead(ours)} in one call at [0.5B, one H200](../performance.md)"
     if finals := results.overhead(recipe):
         found += f"; {overhead(finals)} in the final runs"
     return found, paper.HOLDS if ours.high <= limit else paper.OPEN if ours.covers(limit) else paper.FAILS

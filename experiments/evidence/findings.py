@@ -107,29 +107,24 @@ def _shrinks(results: Results, found: Sequence[Comparison]) -> tuple[str, str]:
     """The difference at the smallest budget, at 320M and at 640M. It shrinks if its change is larger than its noise,
     and is gone where anGPT alone diverged or the two are not told apart: where there is one seed, if it is a tie."""
     first, last = found[0], found[-1]
-    longest = [results.compare(first.one, first.two, budget) for budget in LARGEST]
-    later = [last, *longest]
+    later = [last, *(results.compare(first.one, first.two, budget) for budget in LARGEST)]
     lost = [c.budget for c in later if results.diverged(c.two, c.budget) and results.complete(c.one, c.budget)]
+    leads = {c.budget: c.difference.estimate for c in (first, *later) if c.difference is not None}
+    noise = {budget: results.tie if budget in LARGEST else _half(lead) for budget, lead in leads.items()}
+    tied = [budget for budget in LARGEST if budget in leads and leads[budget].mean > -results.tie]
+    told_apart = last.adjusted is not None and last.adjusted < SIGNIFICANT
+    level = last.budget in leads and not (told_apart and leads[last.budget].mean < 0)
+    start = leads.get(first.budget)
+    shrunk = start is not None and any(
+        lead.mean - start.mean > math.hypot(noise[first.budget], noise[budget]) for budget, lead in leads.items()
+    )
     text = [f"{label(first.two)} diverged at {listed(lost)}"] if lost else []
-    gone, noise = bool(lost), {c.budget: results.tie for c in longest}
-    for c in (first, *later):
-        if c.difference is None:
-            continue
-        lead = c.difference.estimate
-        if c in longest:
-            text.append(f"{difference(lead.mean)} at {c.budget} (one seed)")
-            gone = gone or lead.mean > -results.tie
-        else:
-            text.append(f"{bracketed(lead, '+.3f')} at {c.budget}")
-            noise[c.budget] = _half(lead)
-            told_apart = c.adjusted is not None and c.adjusted < SIGNIFICANT
-            gone = gone or (c is last and (not told_apart or lead.mean > 0))
-    if first.difference is not None:
-        start = first.difference.estimate.mean
-        grown = [(c.budget, c.difference.estimate.mean - start) for c in later if c.difference is not None]
-        gone = gone or any(more > math.hypot(noise[first.budget], noise[budget]) for budget, more in grown)
+    for budget, lead in leads.items():
+        several = f"{bracketed(lead, '+.3f')} at {budget}"
+        text.append(f"{difference(lead.mean)} at {budget} (one seed)" if budget in LARGEST else several)
     unknown = [c for c in (first, *later) if c.difference is None]
-    return ", ".join(text), YES if gone else _open(results, unknown) if unknown else NO
+    verdict = YES if lost or tied or level or shrunk else _open(results, unknown) if unknown else NO
+    return ", ".join(text), verdict
 
 
 def _half(interval: Interval) -> float:

@@ -12,7 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import chain
@@ -162,7 +162,8 @@ class Queue:
         """
         begin = time.monotonic() if start is None else start
         failed: set[Path] = set()
-        with kept_compilation(), self._packed(archive):
+        with kept_compilation(), ExitStack() as at_end:
+            at_end.callback(pack, self.runs, archive, self.names, self.evidence)  # also after Ctrl-C
             while True:
                 left = seconds - RESERVE_SECONDS - (time.monotonic() - begin)
                 called = self.pending(stages or BY_DEFAULT)
@@ -185,20 +186,12 @@ class Queue:
                     print(f"{item.folder}: failed: {type(error).__name__}: {error}", flush=True)
                     continue
                 took = time.monotonic() - now
-                if summary.status != "interrupted":
+                if summary.ended:
                     self.walls.append((expected, took))
                 loss = "–" if summary.val_loss is None else f"{summary.val_loss:.4f}"
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
                 pack(self.runs, archive, self.names, self.evidence)
         print("\n".join(self.lines(stages or BY_DEFAULT)), flush=True)
-
-    @contextmanager
-    def _packed(self, archive: Path) -> Iterator[None]:
-        """Pack at the end, also after Ctrl-C."""
-        try:
-            yield
-        finally:
-            pack(self.runs, archive, self.names, self.evidence)
 
     def train(self, item: Item, limit: float, commit: str = "") -> Summary:
         """Bring one run to its end, or to a checkpoint at the limit. Ctrl-C and SIGTERM end it with a checkpoint, too,
@@ -208,7 +201,7 @@ class Queue:
         end = nullcontext() if item.analysed else no_last_checkpoint()
         with relatives.installed(item.change), stopped_after(limit) as over, end:
             summary = bring_to_end(Job(item.config, folder), Quiet())
-        if summary.status == "interrupted":
+        if not summary.ended:
             if not over.is_set():
                 raise KeyboardInterrupt
             return summary
@@ -299,12 +292,12 @@ def stopped_after(seconds: float) -> Iterator[threading.Event]:
     """Send SIGTERM to this process after so many seconds, until the block ends: a run in its loop saves and ends, and
     outside the loop the signal is ignored. Yields an event that is set from the first such signal on; one that comes
     before is somebody else's, and ends the queue."""
-    over, ended_before = threading.Event(), threading.Event()
+    over, block_over = threading.Event(), threading.Event()
 
     def stop() -> None:
-        if not ended_before.wait(seconds):
+        if not block_over.wait(seconds):
             over.set()
-            while not ended_before.wait(1.0):
+            while not block_over.wait(1.0):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def outside_the_loop(*_: object) -> None:
@@ -317,7 +310,7 @@ def stopped_after(seconds: float) -> Iterator[threading.Event]:
     try:
         yield over
     finally:
-        ended_before.set()
+        block_over.set()
         thread.join()
         signal.signal(signal.SIGTERM, before)
 
