@@ -2,14 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from angpt.config import ModelConfig, OptimizerConfig, TrainConfig, parse_budget
 from angpt.errors import UserError
-from angpt.serialization import from_dict, read_toml, toml_values
 from angpt.studies.config import Grid, StudyConfig
 
 
@@ -83,14 +81,3 @@ class Comparison:
             lrs=self.lrs,
             train=dataclasses.replace(train, batch_tokens=None),
         )
-
-
-def read_config(file: Path) -> StudyConfig:
-    """A study file. One that `angpt compare` wrote before comparisons were studies is converted."""
-    values = toml_values(file)
-    if "grid" in values or "architectures" not in values:
-        return read_toml(StudyConfig, file)
-    try:
-        return from_dict(Comparison, values).study()
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error

@@ -21,8 +21,7 @@ from angpt.errors import UserError
 from angpt.present.terminal import terminal
 from angpt.present.words import plural
 from angpt.results import RESULT, Result, RunResult
-from angpt.serialization import to_toml
-from angpt.studies.compare import read_config
+from angpt.serialization import read_toml, to_toml
 from angpt.studies.config import Grid, StudyConfig
 from angpt.studies.executor import Pool, execute
 from angpt.studies.grid import (
@@ -88,7 +87,7 @@ class Study:
 
     @classmethod
     def read(cls, file: Path, folder: Path) -> "Study":
-        return cls(folder, read_config(file))
+        return cls(folder, read_toml(StudyConfig, file))
 
     @classmethod
     def open(cls, folder: Path) -> "Study":

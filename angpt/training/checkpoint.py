@@ -36,8 +36,6 @@ RNG = "rng"
 """Name of the state of the random number generator among the tensors of the optimizer."""
 ROWS = "rows"
 """Metadata key in the header of a file that has some rows of a tensor: whole shape and first row, by tensor name."""
-DCP = "DCP_SHARDING_INFO"
-"""The key for this in files of torch.distributed.checkpoint, which earlier versions used for several ranks."""
 
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -65,8 +63,8 @@ class State:
     tokenizer_fingerprint: str | None
     sha256: dict[str, str]
     """Checksums of the tensor files."""
-    config: TrainConfig | None = None
-    """Settings of the run; None in checkpoints of earlier versions."""
+    config: TrainConfig
+    """Settings of the run."""
 
     def __post_init__(self) -> None:
         check_settings(self, "0 or more", lambda value: 0 <= value < math.inf, "step", "metrics_bytes", "seconds")
@@ -243,7 +241,7 @@ def read_state(path: Path, verify: bool = True) -> State:
 
 def check_config(path: Path, state: State, config: TrainConfig) -> None:
     """Raise an error if the configuration of a run is not that of its checkpoint at `path`, except RESUME_SETTINGS."""
-    if changed := differences(config, state.config or config, RESUME_SETTINGS):
+    if changed := differences(config, state.config, RESUME_SETTINGS):
         words = ", ".join(f"{name} = {here}, not {there}" for name, (here, there) in changed.items())
         raise UserError(
             f"{path.parents[1] / 'config.toml'}: differs from what {path.name} was trained with ({words}); restore it, "
@@ -301,10 +299,8 @@ class Reader:
 
 def _first_rows(metadata: Mapping[str, str]) -> dict[str, int]:
     """The first row of each tensor of which a file has some rows, by the header of the file."""
-    rows, dcp = (parse_json(metadata.get(key, "{}")) for key in (ROWS, DCP))
-    first_rows = {name: entry.first_row for name, entry in typed(dict[str, Rows], rows, ROWS).items()}
-    offsets = typed(dict[str, dict[str, tuple[int, ...]]], dcp, DCP)
-    return first_rows | {name: next(iter(entry.get("saved_offsets", ())), 0) for name, entry in offsets.items()}
+    rows = typed(dict[str, Rows], parse_json(metadata.get(ROWS, "{}")), ROWS)
+    return {name: entry.first_row for name, entry in rows.items()}
 
 
 def load_model(path: Path) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-from angpt.studies.compare import read_config
+from angpt.serialization import read_toml
 from angpt.studies.config import StudyConfig
 from angpt.studies.grid import Group, Point
 from angpt.studies.search import Loss
@@ -34,4 +34,4 @@ class StoredStudy(Study):
 
 @cache
 def study_config(file: str) -> StudyConfig:
-    return read_config(HERE / file)
+    return read_toml(StudyConfig, HERE / file)

@@ -45,7 +45,7 @@ def small_run(path: Path, data: Path, seed: int = 0, config: ModelConfig = CONFI
     """A run folder as training leaves it, with random weights."""
     run = Run(path) if path.exists() else Run.create(path, TrainConfig(model=config, data=DataConfig(path=str(data))))
     fingerprint = TokenData.open(data, "val").tokenizer_fingerprint
-    state = checkpoint.State(step, config.architecture, 0, 1.0, None, "", fingerprint, {})
+    state = checkpoint.State(step, config.architecture, 0, 1.0, None, "", fingerprint, {}, run.config())
     checkpoint.save(run.checkpoints, build(config, seed).state_dict(), {}, state, keep=1)
     return path
 

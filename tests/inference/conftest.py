@@ -35,7 +35,7 @@ def write_run(path: Path, model: Decoder, step: int = 7) -> Run:
     tokenizer = load_tokenizer("bytes")
     tokenizer.save(str(data / "tokenizer.json"))
     run = Run.create(path, TrainConfig(model=model.cfg, data=DataConfig(path=str(data)), batch_tokens=128))
-    state = checkpoint.State(step, model.cfg.architecture, 0, 1.0, 2.5, "", fingerprint(tokenizer), {})
+    state = checkpoint.State(step, model.cfg.architecture, 0, 1.0, 2.5, "", fingerprint(tokenizer), {}, run.config())
     checkpoint.save(run.checkpoints, model.state_dict(), {}, state, keep=2)
     return run
 

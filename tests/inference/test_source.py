@@ -27,7 +27,7 @@ def save_folded(run: Run, path: Path) -> Path:
 @torch.no_grad()
 def test_the_newest_good_checkpoint_of_a_run_is_opened(run: Run) -> None:
     other = build(byte_model().cfg, seed=4)
-    state = checkpoint.State(9, "angpt", 0, 1.0, None, "", None, {})
+    state = checkpoint.State(9, "angpt", 0, 1.0, None, "", None, {}, run.config())
     damaged = checkpoint.save(run.checkpoints, other.state_dict(), {}, state, keep=2)
     source = open_source(run.path)
     assert torch.equal(source.decoder()(TOKENS), other(TOKENS))
@@ -130,7 +130,13 @@ def test_what_is_no_model_is_explained(tmp_path: Path, run: Run) -> None:
 def test_a_checkpoint_of_another_model_is_explained(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", byte_model())
     config = run.path / "config.toml"
-    config.write_text(config.read_text().replace("d_model = 32", "d_model = 64"))
+    text = config.read_text()
+    config.write_text(text.replace("d_model = 32", "d_model = 64"))
+    with pytest.raises(UserError, match="was trained with .model.d_model = 64, not 32"):
+        open_source(run.path)
+    config.write_text(text)
+    state = checkpoint.State(9, "angpt", 0, 1.0, None, "", None, {}, run.config())
+    checkpoint.save(run.checkpoints, byte_model(d_model=64).state_dict(), {}, state, keep=2)
     with pytest.raises(UserError, match="do not fit"):
         open_source(run.path).decoder()
 

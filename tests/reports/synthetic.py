@@ -74,7 +74,9 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
     text = "".join(json.dumps(line) + "\n" for line in lines)
     made.metrics.write_text(text + ('{"kind": "tr' if run.status == "stopped" else ""))
     if saved:
-        state = checkpoint.State(done, model_config.architecture, 0, 0.1 * done, run.val_loss, "", None, {})
+        state = checkpoint.State(
+            done, model_config.architecture, 0, 0.1 * done, run.val_loss, "", None, {}, made.config()
+        )
         checkpoint.save(made.checkpoints, model.state_dict(), {}, state, keep=1)
     if run.status in ("finished", "diverged"):
         made.write_summary(

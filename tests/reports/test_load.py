@@ -85,7 +85,7 @@ def make_study(folder: Path, sizes: str) -> Path:
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         saved = None
         if config.seed == 0 and plan.steps == 128:
-            state = checkpoint.State(plan.steps, config.model.architecture, 0, 1.28, floor, "", None, {})
+            state = checkpoint.State(plan.steps, config.model.architecture, 0, 1.28, floor, "", None, {}, config)
             saved = checkpoint.save(run.checkpoints, model.state_dict(), {}, state, keep=1).name
         tokens, seconds = plan.steps * batch, 0.01 * plan.steps * (1 + 0.1 * rng.random())
         run.write_summary(

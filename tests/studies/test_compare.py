@@ -1,8 +1,6 @@
 import dataclasses
 import html
-import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -12,7 +10,6 @@ import time
 from collections import Counter
 
 import pytest
-import torch
 
 from angpt.cli.main import main
 from angpt.config import DataConfig
@@ -22,15 +19,15 @@ from angpt.errors import UserError
 from angpt.results import Result
 from angpt.serialization import read_toml, to_toml
 from angpt.studies.config import StudyConfig
-from angpt.studies.executor import Interrupted, Processes, execute
+from angpt.studies.executor import Processes, execute
 from angpt.studies.folders import summarise_runs
-from angpt.studies.jobs import Job, note_failure
+from angpt.studies.jobs import note_failure
 from angpt.studies.study import Study
 from angpt.training.launch import open_data
 from angpt.training.plan import count, make_plan, rule_for
 from angpt.training.run import Run
 from tests.command import angpt
-from tests.studies.conftest import ROOT, compare, ignore, pretend, study_result, tiny
+from tests.studies.conftest import ROOT, compare, ignore, pretend, tiny
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +215,6 @@ def test_a_comparison_with_muon_from_the_command_to_the_page(data, tmp_path, cap
     assert (code, "did you mean --architectures angpt:muon?" in " ".join(text.split())) == (2, True)
 
 
-def test_called_again_it_repeats_nothing(finished):
-    before = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
-    Study.open(finished.folder).execute(Processes(2), ignore)
-    after = {p: p.stat().st_mtime_ns for p in (finished.folder / "runs").rglob("*") if p.name != ".lock"}
-    assert {p: t for p, t in after.items() if p.is_file()} == {p: t for p, t in before.items() if p.is_file()}
-
-
 def test_runs_alone_make_a_report(finished, tmp_path, capsys):
     folders = [job.folder for job in runs(finished)]
     main(["report", *map(str, folders), "--out", str(tmp_path / "page")])
@@ -244,40 +234,6 @@ def test_a_comparison_under_way_has_a_report(data, tmp_path, capsys):
     assert not result.complete
     assert Counter(r.status for r in result.runs) == {"finished": 4, "waiting": 8}
     assert result.verdict.startswith("So far: ")
-
-
-def test_killed_and_called_again_it_gives_the_same_result(data, tmp_path):
-    config = tmp_path / "train.toml"
-    config.write_text(to_toml(tiny(data).train))
-
-    def call(out):
-        arguments = ["compare", "--config", config, "--out", out, "--seeds", "0", "1", "--budgets", "4096", "8192"]
-        arguments += ["--tune", "2"]
-        return [sys.executable, "-m", "angpt", *map(str, arguments)]
-
-    environment = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}}
-    subprocess.run(call(tmp_path / "whole"), check=True, stdout=subprocess.DEVNULL, **environment)
-    for runs in (2, 6):
-        process = subprocess.Popen(call(tmp_path / "parts"), stdout=subprocess.DEVNULL, **environment)
-        while len(list(tmp_path.glob("parts/runs/*/checkpoints/step-*"))) < runs and process.poll() is None:
-            time.sleep(0.02)
-        process.kill()
-        process.wait()
-    subprocess.run(call(tmp_path / "parts"), check=True, stdout=subprocess.DEVNULL, **environment)
-    assert study_result(tmp_path / "whole") == study_result(tmp_path / "parts")
-
-
-def test_an_interrupt_saves_every_run_and_the_next_call_goes_on(data, tmp_path):
-    study = begun(data, tmp_path / "s", budgets=("200000",), seeds=(0,))
-
-    def stop(_, running):
-        if all((folder / "checkpoints").exists() for folder in running) and running:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(Interrupted):
-        study.execute(Processes(2), stop)
-    assert {r.status for r in study.result().runs} == {"stopped", "waiting"}
-    assert any(r.progress > 0 for r in study.result().runs)
 
 
 def test_a_failing_run_is_named_with_its_reason_and_tried_again(data, tmp_path, capsys):
@@ -395,15 +351,6 @@ def test_two_learning_rates_never_share_a_name(data, tmp_path):
     }
 
 
-def test_a_folder_of_another_run_is_not_taken_for_this_one(data, tmp_path):
-    study = begun(data, tmp_path / "s")
-    job = study.jobs()[0]
-    other = Job(dataclasses.replace(job.config, tokens="512"), job.folder)
-    execute(lambda: [other], Processes(1), ignore, note_failure)
-    with pytest.raises(UserError, match="was begun with other settings"):
-        study.execute(Processes(1), ignore)
-
-
 def test_budgets_that_are_the_same_are_one(data, tmp_path):
     assert compare(data, tmp_path, budgets=("4k", "4000")).result().budgets == (4000,)
 
@@ -415,27 +362,6 @@ def test_runs_of_a_gpu_make_a_report_anywhere(finished, tmp_path):
     config.write_text(config.read_text().replace('device = "cpu"', 'device = "cuda"'))
     main(["report", str(folder), "--out", str(tmp_path / "page")])
     assert (tmp_path / "page" / "report.html").exists()
-
-
-def test_a_folder_of_an_earlier_version_goes_on(finished, data, tmp_path, capsys):
-    """Before comparisons were studies, study.toml held the options of the command and result.json other keys."""
-    folder = tmp_path / "old"
-    shutil.copytree(finished.folder, folder)
-    options = tiny(data, tune=2)
-    (folder / "study.toml").write_text("# made by: angpt compare …\n" + to_toml(options))
-    (folder / "tuning.json").write_text(json.dumps(rates(finished)))
-    (folder / "result.json").write_text('{"baseline": "gpt+", "architectures": ["gpt+"], "cells": []}')
-    last = folder / "runs" / "angpt-4.096k-s1"
-    shutil.rmtree(last)
-    assert Study.open(folder).config == finished.config
-    assert f"{last.name} waiting" in angpt(capsys, "study", "status", folder)[1]
-    (tmp_path / "train.toml").write_text(to_toml(options.train))
-    arguments = ["--seeds", 0, 1, "--budgets", 2048, 4096, "--tune", 2, "--out", folder]
-    code, said = angpt(capsys, "compare", "--config", tmp_path / "train.toml", *arguments)
-    assert code == 0, said
-    assert study_result(folder) == study_result(finished.folder)
-    assert "# made by: angpt compare …" in (folder / "study.toml").read_text()
-    assert angpt(capsys, "analyze", folder, "--parts", "learned", "--tokens", 64)[0] == 0
 
 
 def test_a_run_file_leaves_the_rates_of_a_comparison_open(finished, data, tmp_path, capsys):

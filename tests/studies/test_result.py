@@ -99,10 +99,6 @@ def edit(study):
         (lambda study: (study.folder / "result.json").unlink(), ["finished", "stopped", "waiting"]),
         (lambda study: (study.folder / "result.json").write_text('{"basel'), ["finished", "stopped", "waiting"]),
         (lambda study: (study.folder / "result.json").write_text("[]"), ["finished", "stopped", "waiting"]),
-        (  # of an earlier version
-            lambda study: (study.folder / "result.json").write_text('{"baseline": "gpt+", "cells": []}'),
-            ["finished", "stopped", "waiting"],
-        ),
     ],
 )
 def test_it_is_computed_again_if_it_is_missing_or_stale(begun, monkeypatch, change, expected):

@@ -32,6 +32,7 @@ STATE = State(
     data_fingerprint="d",
     tokenizer_fingerprint=None,
     sha256={},
+    config=TrainConfig(),
 )
 MODEL, OPTIMIZER = {"w": torch.arange(6.0).view(2, 3)}, {"exp_avg/w": torch.ones(2, 3), "step/w": torch.tensor(3.0)}
 
@@ -259,8 +260,6 @@ def test_every_changed_character_of_the_state_is_found(tmp_path):
         file.write_text(re.sub(rf'("{name}": )', r"\g<1>1", text))
         with pytest.warns(UserWarning, match="step-000000002: the checkpoint is damaged .the checksum is wrong"):
             assert checkpoint.newest(tmp_path).name == "step-000000001"
-    file.write_text(re.sub(r',\s*"checksum": "\w+"', "", text))
-    assert checkpoint.read_state(file.parent) == state  # a state that an earlier version wrote
 
 
 def test_none(tmp_path):

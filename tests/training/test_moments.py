@@ -1,16 +1,14 @@
-import dataclasses
 import statistics
 
 import pytest
 import torch
 
 from angpt.bench.moments import bench_moments, tables
-from angpt.config import preset
+from angpt.bench.train import Case
 from angpt.models.variants import build
 from angpt.training import checkpoint
 from angpt.training.launch import resume, start
 from angpt.training.moments import MomentRecorder, default_interval, matrix_group
-from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from angpt.training.strategy import SingleProcess
@@ -91,10 +89,10 @@ def test_a_resumed_run_leaves_the_same_records(data, tmp_path):
 def test_recording_costs_under_one_percent_of_a_step():
     """For the laptop model, whose steps are the shortest; the best of three, since other load only makes it worse.
     It is 0.02 % on a quiet machine. `angpt bench moments` measures larger models."""
-    plan = make_plan(dataclasses.replace(preset("laptop"), device="cpu"))
+    cpu = torch.device("cpu")
     parts = []
     for _ in range(3):
-        [found] = bench_moments([plan.config.model], plan.sequences, plan.device, plan.dtype, False, rounds=5)
+        [found] = bench_moments(["angpt"], Case.parse("laptop:8"), 256, cpu, torch.float32, rounds=5)
         parts.append(found.overhead.mean)
     assert min(parts) < 0.01
     assert found.overhead.mean == pytest.approx(found.record_ms.mean / (10 * found.step_ms.mean), rel=1e-6)

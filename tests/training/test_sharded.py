@@ -1,10 +1,8 @@
 """Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
 
-import hashlib
-import json
 import os
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from angpt.training.reporter import Quiet
 from angpt.training.run import Run
 from angpt.training.strategy import choose_strategy
 from tests.optim.test_adam import tiny
-from tests.training.conftest import DIVERGES, Stops, all_tensors, parameters, small, without_timing
+from tests.training.conftest import DIVERGES, all_tensors, small, without_timing
 from tests.training.ranks import spread
 from tests.training.test_checkpoint import STATE
 
@@ -102,42 +100,6 @@ def test_a_damaged_shard_is_noticed(data, tmp_path):
     file.write_bytes(content)
     with pytest.warns(UserWarning, match="the checksum of model-00002-of-00002"):
         assert checkpoint.newest(last.parent).name == "step-000000002"
-
-
-def write_with_dcp(folder, tensors):
-    """What torch.distributed.checkpoint writes of tensors whose matrices are sharded over ranks."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    with choose_strategy(torch.device("cpu"), "fsdp", None, 300):
-        mesh = init_device_mesh("cpu", (2,))
-        spread = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim == 2 else t for n, t in tensors.items()}
-        save(spread, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-
-
-def test_checkpoints_of_torch_distributed_can_still_be_read(data, tmp_path):
-    """The run goes on as from the checkpoint that was rewritten."""
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    assert start(small(data, "ngpt", checkpoint_every=100), ours, Stops(5)).status == "interrupted"
-    subprocess.run(["cp", "-r", ours, theirs], check=True)
-    path = checkpoint.newest(theirs / "checkpoints")
-    tensors, state = all_tensors(path), checkpoint.read_state(path)
-    for file in path.glob("*.safetensors"):
-        file.unlink()
-    spread(write_with_dcp, 2, path, tensors)
-    files = sorted(path.glob("*.safetensors"))
-    assert [file.name[:11] for file in files] == ["shard-00001", "shard-00002"]
-    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    (path / checkpoint.STATE).write_text(json.dumps(asdict(replace(state, sha256=sums))))
-    found = all_tensors(path)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], t) for name, t in tensors.items())
-    for run in (ours, theirs):
-        assert resume(run, Quiet()).status == "finished"
-    assert without_timing(Run(ours)) == without_timing(Run(theirs))
-    assert parameters(Run(ours)) == parameters(Run(theirs))
 
 
 def fail_on_one_rank(folder):
