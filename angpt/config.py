@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Annotated, Any, Literal, Self
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 import tyro
 
 from angpt.errors import UserError, nearest
-from angpt.serialization import INTEGERS, check_settings, from_dict, shown
+from angpt.serialization import INTEGERS, check_settings, check_types, from_dict, shown
 
 Device = Literal["auto", "cpu", "cuda"]
 Parallel = Literal["auto", "ddp", "fsdp"]
@@ -67,6 +67,7 @@ class ModelConfig:
     """Factor of the activation (anGPT), as the paper quotes it. A norm after the block cancels it."""
 
     def __post_init__(self) -> None:
+        check_types(self, "model.")
         object.__setattr__(self, "architecture", self.architecture.lower())
         sizes = ("d_model", "n_heads", "vocab_size", "context", "d_ff")
         within = f"positive and at most {MOST_DIMENSIONS:,}"
@@ -165,6 +166,7 @@ class DataConfig:
     """Fraction of the training tokens, at their end, to hold out and evaluate on instead of the validation split."""
 
     def __post_init__(self) -> None:
+        check_types(self, "data.")
         check_settings(self, "in [0, 1)", lambda value: 0 <= value < 1, "tuning_split", prefix="data.")
 
 
@@ -189,6 +191,7 @@ class PrepareConfig:
     """Threads that tokenize; one per core unless given. The result does not depend on it."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_settings(self, "at least 1", lambda value: value >= 1, "workers")
         check_settings(self, "between 0 and 1", lambda value: 0 < value < 1, "val_fraction")
 
@@ -221,6 +224,7 @@ class OptimizerConfig:
     """Largest norm of the gradient; longer ones are clipped."""
 
     def __post_init__(self) -> None:
+        check_types(self, "optimizer.")
         check_settings(self, BETWEEN, lambda value: LEAST <= value <= MOST, "lr", "adam_lr", "eps", prefix="optimizer.")
         check_settings(self, "positive", lambda value: value > 0, "clip", prefix="optimizer.")
         fractions = ("warmup", "final_lr", "weight_decay")
@@ -302,6 +306,7 @@ class TrainConfig:
     """Also send metrics to Weights & Biases."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         sizes = ("batch_tokens", "micro_batch", "eval_tokens", "keep_checkpoints", "shard_ranks")
         check_settings(self, "positive", lambda value: value > 0, *sizes, "eval_every", "log_every", "checkpoint_every")
         within = f"positive and at most {MOST_SECONDS:,.0f}"
@@ -332,22 +337,27 @@ class TrainConfig:
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """The same configuration with other values of some settings, by dotted names: {"optimizer.lr": 0.01}.
 
-        With another architecture or optimizer, learning rates, warm-up and decay are chosen anew.
+        With another architecture or optimizer, learning rates, warm-up and decay are chosen anew unless given.
         """
+        return self._with(settings).without_choices_of(self, settings)
+
+    def _with(self, settings: Mapping[str, Any]) -> Self:
         values, known = dataclasses.asdict(self), settings_of(self)
         for name, value in settings.items():
             if name not in known:
                 raise UserError(f"unknown setting {name!r}: {nearest(name, known)}")
             *tables, key = name.split(".")
             functools.reduce(getitem, tables, values)[key] = value
-        changed = from_dict(type(self), values)
-        return changed.without_choices_of(self)
+        return from_dict(type(self), values)
 
-    def without_choices_of(self, other: Self) -> Self:
+    def without_choices_of(self, other: Self, given: Collection[str] = ()) -> Self:
         """The same configuration with what was chosen for `other` left open: settings of the model that its dimensions
-        imply, and, with another architecture or optimizer, learning rates, warm-up and decay."""
+        imply, and, with another architecture or optimizer, learning rates, warm-up and decay. Settings whose dotted
+        names are in `given` stay."""
         changed = dataclasses.replace(self, model=self.model.without_derived_of(other.model))
-        return changed if self.recipe == other.recipe else changed.without_rates_of(other)
+        if self.recipe != other.recipe:
+            changed = changed.without_rates_of(other)
+        return changed._with({name: value for name, value in settings_of(self).items() if name in given})
 
     def without_rates_of(self, other: Self) -> Self:
         """The same configuration with learning rates, warm-up and decay left open where they are those of `other`."""

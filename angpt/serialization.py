@@ -195,6 +195,13 @@ def check_settings(config: Any, rule: str, holds: Callable[[Any], bool], *names:
             raise UserError(f"{prefix}{name} must be {rule}, not {shown(value)}")
 
 
+def check_types(config: Any, prefix: str = "") -> None:
+    """Raise an error unless every field of a dataclass has a value of its type. An int becomes a float where one is
+    expected, and a list a tuple."""
+    for name, kind in _fields(type(config))[1].items():  # type: ignore[arg-type]
+        object.__setattr__(config, name, typed(kind, getattr(config, name), prefix + name))
+
+
 def to_toml(config: Any, prefix: str = "") -> str:
     """A dataclass as TOML: values first, then a table for each nested dataclass or dictionary, and an array of tables
     for a tuple of dataclasses. None is left out."""

@@ -1,9 +1,11 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from angpt.config import ModelConfig, TrainConfig, preset
+from angpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig, preset
 from angpt.errors import UserError
 from angpt.serialization import from_dict
 from angpt.studies.compare import Comparison
@@ -37,7 +39,26 @@ def test_bad_values_get_one_clear_line(message, values):
     assert "\n" not in str(caught.value)
 
 
+WRONG = {
+    "eval_every must be a whole number, not 1000.0": lambda: TrainConfig(eval_every=1e3),
+    "compile must be 'auto' or 'on' or 'off', not True": lambda: TrainConfig(compile=True),
+    "tokens must be a string, not 20000": lambda: TrainConfig(tokens=20_000),
+    "seed must be a whole number, not np.int64(3)": lambda: TrainConfig(seed=np.int64(3)),
+    "optimizer.name must be 'adam' or 'muon', not 'sgd'": lambda: OptimizerConfig(name="sgd"),
+    "data.path must be a string, not PosixPath('d')": lambda: DataConfig(path=Path("d")),
+    "model.architecture must be a string, not None": lambda: ModelConfig(architecture=None),
+    "grid.seeds[0] must be a whole number, not 1.0": lambda: Grid(seeds=(1.0,)),
+}
+
+
+@pytest.mark.parametrize(("message", "make"), WRONG.items())
+def test_configurations_made_in_python_have_the_right_types(message, make):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make()
+
+
 def test_whole_numbers_are_numbers():
+    assert isinstance(OptimizerConfig(lr=1).lr, float)
     assert from_dict(ModelConfig, {"rotary_base": 500}).rotary_base == 500.0
 
 

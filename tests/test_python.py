@@ -183,6 +183,9 @@ def test_settings_by_name(data):
     resolved = config.with_settings({"optimizer.lr": 0.5, "optimizer.warmup": 0.25})
     other = resolved.with_settings({"model.architecture": "gpt+", "optimizer.warmup": 0.125})
     assert (other.optimizer.lr, other.optimizer.warmup) == (None, 0.125)
+    same = {"model.architecture": "gpt+", "optimizer.lr": 0.5, "model.d_ff": 384, "model.d_model": 192}
+    other = resolved.with_settings({"model.d_ff": 384}).with_settings(same)
+    assert (other.optimizer.lr, other.optimizer.warmup, other.model.d_ff) == (0.5, None, 384)
 
 
 def test_import_is_fast():

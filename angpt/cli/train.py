@@ -43,6 +43,12 @@ def starting_point(args: Sequence[str], resumable: bool = True) -> TrainConfig:
     return preset(chosen.preset or DEFAULT_PRESET)
 
 
+def given_settings(args: Sequence[str]) -> set[str]:
+    """The dotted names of the settings that options give."""
+    names = {word.partition("=")[0][2:].replace("-", "_") for word in args if word.startswith("--")}
+    return names | ({"optimizer.lr"} if "lr" in names else set())
+
+
 def train_command(args: Sequence[str]) -> Callable[..., None]:
     """The sub-command, whose defaults depend on its arguments."""
     base = starting_point(args)
@@ -75,7 +81,7 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         if resume is not None and out is not None:
             raise UserError("--resume continues in its own folder; leave out --out")
         if resume is None:
-            settings = settings.without_choices_of(base)
+            settings = settings.without_choices_of(base, given_settings(args))
         folder = resume or out or Path("runs") / settings.default_name
         if not slurm:
             run_here(settings, folder, resume is not None)

@@ -8,6 +8,7 @@ import tyro
 
 from angpt.config import ModelConfig, OptimizerConfig, TrainConfig, parse_budget
 from angpt.errors import UserError
+from angpt.serialization import check_types
 from angpt.studies.config import Grid, StudyConfig
 
 
@@ -33,6 +34,7 @@ class Comparison:
     """Everything else about the runs."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         object.__setattr__(self, "architectures", tuple(name.lower() for name in self.architectures))
 
     def study(self) -> StudyConfig:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from angpt.config import SIZES, Recipe, TrainConfig, parse_budget
 from angpt.errors import UserError, nearest
-from angpt.serialization import from_dict
+from angpt.serialization import check_types, from_dict
 from angpt.slurm import SlurmConfig
 
 MOST_TRIALS = 64
@@ -63,6 +63,7 @@ class Grid:
     edge as with lr_limits, which are 16 times beyond the lowest and highest rate unless given."""
 
     def __post_init__(self) -> None:
+        check_types(self, "grid.")
         object.__setattr__(self, "architectures", tuple(name.lower() for name in self.architectures))
         for name in ("architectures", "sizes", "budgets", "batches", "lrs", "seeds"):
             axis: Sequence[Any] = getattr(self, name)
@@ -120,6 +121,7 @@ class StudyConfig:
     """Settings of [train] that one architecture has for itself: [settings."gpt+:muon".optimizer] with weight_decay."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         object.__setattr__(self, "baseline", self.baseline.lower())
         for name in ("lrs", "settings"):
             object.__setattr__(self, name, {key.lower(): value for key, value in getattr(self, name).items()})

@@ -159,6 +159,11 @@ def test_the_file_of_a_run_does_not_carry_its_rates_to_another_architecture(data
         Run.open(tmp_path / "two").config().optimizer
         == make_plan(small(data, "gpt+", optimizer__lr=None)).config.optimizer
     )
+    given = Run.open(tmp_path / "one").config().optimizer
+    options = ("--lr", given.lr, f"--optimizer.weight-decay={given.weight_decay}", "--optimizer.warmup", given.warmup)
+    call = ("train", "--config", config, "--arch", "gpt+", *options, "--out", tmp_path / "given")
+    assert angpt(capsys, *call)[0] == 0
+    assert Run.open(tmp_path / "given").config().optimizer == given  # although they are those of the file
     code, text = angpt(capsys, "train", "--resume", tmp_path / "one", "--out", tmp_path / "three")
     assert code == 2
     assert "leave out --out" in text
