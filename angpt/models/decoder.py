@@ -131,9 +131,9 @@ class Decoder(nn.Module, ABC):
         """The residual stream before each layer and after the last: (L + 1, B, T, d_m)."""
         return torch.stack(list(self.streams(tokens, documents)))
 
-    def input_lengths(self, tokens: Tensor) -> Tensor:
+    def input_lengths(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean length of the residual stream before each layer and after the last: (L + 1)."""
-        return torch.stack([wide(h).norm(dim=-1).mean() for h in self.streams(tokens)])
+        return torch.stack([wide(h).norm(dim=-1).mean() for h in self.streams(tokens, documents)])
 
     def start(self, tokens: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Context]:
         """The residual stream and the context that the first block receives."""

@@ -65,6 +65,8 @@ class State:
     """Checksums of the tensor files."""
     config: TrainConfig
     """Settings of the run."""
+    validation_fingerprint: str | None = None
+    """None where no run of this package has trained the model."""
 
     def __post_init__(self) -> None:
         check_settings(self, "0 or more", lambda value: 0 <= value < math.inf, "step", "metrics_bytes", "seconds")

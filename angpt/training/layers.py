@@ -15,13 +15,13 @@ from angpt.training.strategy import Strategy
 
 
 @torch.no_grad()
-def layer_scalars(model: Decoder, tokens: Tensor, strategy: Strategy) -> dict[str, Any]:
+def layer_scalars(model: Decoder, batch: Batch, strategy: Strategy) -> dict[str, Any]:
     """Scalars by name: a list over layers, or a number for what the model has once.
 
     `input_norm`: mean length of the residual stream before each layer and after the last. Learned scales: mean (for α,
     whose entries may have either sign, also the mean absolute value); matrices: mean length of rows; γ: length.
     """
-    lengths = model.input_lengths(tokens)
+    lengths = model.input_lengths(batch.inputs, batch.documents)
     rows: dict[str, list[Tensor]] = {}
     for block in model.blocks:
         for name, part in block.named_children():

@@ -87,8 +87,12 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         """Entries of a checkpoint's state that stay the same in a run."""
         data = self.train_data
-        fingerprints = {"data_fingerprint": data.fingerprint, "tokenizer_fingerprint": data.tokenizer_fingerprint}
-        return {"architecture": self.config.recipe, **fingerprints}
+        return {
+            "architecture": self.config.recipe,
+            "data_fingerprint": data.fingerprint,
+            "validation_fingerprint": self.val_data.fingerprint,
+            "tokenizer_fingerprint": data.tokenizer_fingerprint,
+        }
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's shards of the parameters and moments, and the state of the random number generator."""
@@ -222,10 +226,7 @@ class Trainer:
         total, rows = torch.zeros((), device=self.plan.device, dtype=torch.float64), 0
         for tokens, counted in self.validation_windows():
             self.strategy.beat(self.step)
-            inputs, targets = tokens[:, :-1], tokens[:, 1:]
-            masked = self.config.data.mask_documents
-            documents = document_numbers(inputs, end_of_text(self.val_data)) if masked else None
-            batch = Batch(inputs, targets, documents).padded(self.plan.micro_batch if self.plan.compile else 0)
+            batch = self.validation_batch(tokens).padded(self.plan.micro_batch if self.plan.compile else 0)
             loss = self.engine.loss(batch)
             if counted:
                 total += len(tokens) * loss
@@ -248,16 +249,22 @@ class Trainer:
             tokens = turn[rank] if rank < len(turn) else turn[0]
             yield torch.from_numpy(tokens).to(self.plan.device), rank < len(turn)
 
+    def validation_batch(self, tokens: Tensor) -> Batch:
+        """Inputs and targets of windows of validation tokens, with their documents if attention stays inside them."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        masked = self.config.data.mask_documents
+        return Batch(inputs, targets, document_numbers(inputs, end_of_text(self.val_data)) if masked else None)
+
     def record_layers(self) -> None:
         """Write scalars of each layer, computed on the same validation tokens each time."""
         context, dtype, device = self.config.model.context, self.plan.dtype, self.plan.device
         count = max(1, min(LAYER_TOKENS, self.plan.batch_tokens) // context)
         windows = next(validation_batches(self.val_data, context, count, count))
-        tokens, targets = (torch.from_numpy(w).to(device) for w in (windows[:, :-1], windows[:, 1:]))
+        batch = self.validation_batch(torch.from_numpy(windows).to(device))
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            self.write("layers", self.step, **layer_scalars(self.model, tokens, self.strategy))
+            self.write("layers", self.step, **layer_scalars(self.model, batch, self.strategy))
         if self.config.record_fp8:
-            self.write("fp8", self.step, **float8_scalars(self.engine.compute, Batch(tokens, targets, None)))
+            self.write("fp8", self.step, **float8_scalars(self.engine.compute, batch))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Send a record to all sinks."""

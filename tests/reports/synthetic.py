@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from angpt.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from angpt.data.loader import Batch
 from angpt.data.tokenizers import load_tokenizer
 from angpt.models.variants import build
 from angpt.results import Cost, Result, Row, RunResult, SpeedUp
@@ -55,7 +56,8 @@ def make_run(folder: Path, run: RunResult, data: Path, layers: bool = True, save
     )
     made = Run.create(folder, config)
     model = build(model_config, run.seed)
-    scalars = layer_scalars(model, torch.zeros(1, 8, dtype=torch.long), SingleProcess())
+    zeros = torch.zeros(1, 8, dtype=torch.long)
+    scalars = layer_scalars(model, Batch(zeros, zeros, None), SingleProcess())
     steps = run.tokens // BATCH
     done = round(run.progress * steps)
     lines: list[dict[str, Any]] = []

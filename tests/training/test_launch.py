@@ -232,11 +232,12 @@ def test_a_run_is_not_resumed_with_an_edited_configuration(data, tmp_path, capsy
 def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     start(small(data), tmp_path / "run", Stops(5))
     before = (tmp_path / "run" / "config.toml").read_text()
-    other = shutil.copytree(data, tmp_path / "other")
-    (other / "train.bin").write_bytes((other / "train.bin").read_bytes()[:-2])
-    code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--data.path", other)
-    assert code == 2
-    assert "the checkpoint has another data" in text
+    for file, what in {"train.bin": "data", "val.bin": "validation"}.items():
+        other = shutil.copytree(data, tmp_path / what)
+        (other / file).write_bytes((other / file).read_bytes()[:-2])
+        code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--data.path", other)
+        assert code == 2
+        assert f"the checkpoint has another {what} (" in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
 
 

@@ -95,7 +95,8 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(data, tmp_path):
 
 
 def test_document_masks_reach_the_model(tmp_path):
-    """With masks on, a model trained on prepared documents has another loss than without."""
+    """With masks on, a model trained on prepared documents has another loss than without, and other lengths of the
+    residual stream at its start already."""
     from tests.data.corpora import prepare
 
     text = tmp_path / "text"
@@ -103,11 +104,15 @@ def test_document_masks_reach_the_model(tmp_path):
     for i in range(40):
         (text / f"{i:02}.txt").write_text(f"document {i} says {i * i} " * 3)
     prepare((str(text),), tmp_path / "tokens", tokenizer="bytes", val_fraction=0.2)
-    losses = []
+    losses, lengths = [], []
     for mask in (False, True):
         config = small(tmp_path / "tokens", data__mask_documents=mask, model__vocab_size=257)
         losses.append(start(config, tmp_path / f"run-{mask}", Quiet()).val_loss)
+        records = Run.open(tmp_path / f"run-{mask}").records()
+        lengths.append(next(record["input_norm"] for record in records if record["kind"] == "layers"))
     assert losses[0] != losses[1]
+    assert lengths[0][0] == lengths[1][0]
+    assert lengths[0][1:] != lengths[1][1:]
 
 
 @pytest.mark.parametrize(
