@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from angpt.data.loader import Batch
 from angpt.models.variants import build
 from angpt.studies.study import Study
 from angpt.training import checkpoint
@@ -66,7 +67,8 @@ def make_study(folder: Path, sizes: str) -> Path:
         run, batch = Run.create(job.folder, plan.config), plan.batch_tokens
         if config.model not in models:
             model = build(config.model)
-            models[config.model] = model, layer_scalars(model, torch.zeros(1, 8, dtype=torch.long), SingleProcess())
+            zeros = torch.zeros(1, 8, dtype=torch.long)
+            models[config.model] = model, layer_scalars(model, Batch(zeros, zeros, None), SingleProcess())
         model, scalars = models[config.model]
         best = 0.016 * (1 if config.model.architecture == "angpt" else 0.7)
         floor = 3 - 0.1 * math.log2(config.model.d_model * plan.steps) + 0.02 * math.log2(plan.peak_lr / best) ** 2
