@@ -50,7 +50,7 @@ PathLike = str | os.PathLike[str]
 
 
 def prepare(
-    sources: str | Sequence[str],
+    sources: PathLike | Sequence[PathLike],
     out: PathLike | None = None,
     config: PrepareConfig | None = None,
     *,
@@ -64,7 +64,8 @@ def prepare(
         config: Tokenizer, splits, columns.
         progress: Print how far it is.
     """
-    names = (sources,) if isinstance(sources, str) else tuple(sources)
+    listed = [sources] if isinstance(sources, str | os.PathLike) else sources
+    names = tuple(os.fspath(source) for source in listed)
     folder = Path("data") / preparation.default_name(names) if out is None else Path(out)
     return preparation.prepare(names, folder, config, console=terminal(quiet=not progress))
 

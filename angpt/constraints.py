@@ -54,8 +54,9 @@ def is_matrix(p: Tensor) -> bool:
 
 
 def norms(weight: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Lengths of the vectors along `dim` (keepdim)."""
-    return torch.linalg.vector_norm(weight, dim=dim, keepdim=True)
+    """Lengths of the vectors along `dim` (keepdim), at least in fp32: squares of small weights are zero in fp16."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
 
 
 @torch.no_grad()
@@ -141,6 +142,7 @@ def constrain(
     Returns:
         A handle; its method `remove` ends the constraints.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate and Lightning wrap it
     targets = _resolve(module, constraints)
     owned = _parameters(optimizer)
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
@@ -233,6 +235,7 @@ def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) ->
     for name, constraint in constraints.items():
         if name not in named:
             raise UserError(f"constraint on {name!r}, which is not a parameter of the {type(module).__name__}")
+        constraint = constraint if isinstance(constraint, Constraint) else Constraint(*constraint)
         weight, size = named[name], named[name].ndim
         if wrong := [d for d in constraint.dims if not -size <= d < size]:
             raise UserError(f"constraint along dimension {wrong[0]} of {name!r}, which has {size}")

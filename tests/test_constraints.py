@@ -92,6 +92,20 @@ def test_hook_holds_the_constraint_under_any_optimizer(architecture, optimizer):
     assert largest_violation(model) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lengths_of_weights_in_16_bits_are_exact(dtype):
+    weight = torch.randn(64, 500, generator=torch.Generator().manual_seed(0))
+    weight[:3] *= torch.tensor([0.0, 1e-5, 1e-3])[:, None]  # the squares of the second are zero in fp16
+    weight = project_(weight.to(dtype), Constraint("unit", 1))
+    lengths = weight.double().norm(dim=1)
+    assert lengths[0] == 0
+    torch.testing.assert_close(
+        lengths[1:], torch.ones_like(lengths[1:]), atol=2e-3 if dtype == torch.bfloat16 else 5e-4, rtol=0
+    )
+    found = excess(weight, Constraint("bound", 1)).flatten().double()
+    torch.testing.assert_close(found, (lengths - 1).clamp(min=0), atol=1e-6, rtol=0)
+
+
 def test_largest_violation_finds_the_worst_vector():
     model = build(angpt.ModelConfig(architecture="angpt", **TINY))
     with torch.no_grad():
@@ -110,6 +124,12 @@ def test_a_network_of_ones_own_is_bounded_by_rows():
     angpt.constrain(optimizer, net)
     assert float(norms(net[1].weight.detach(), 1).max()) == pytest.approx(1)
     assert float(norms(net[0].weight.detach(), 1).max()) <= 1 + 1e-6
+
+
+def test_a_constraint_may_be_given_as_in_a_declaration():
+    net = nn.Linear(3, 2)
+    apply_constraints(net, {"weight": ("unit", 1)})
+    torch.testing.assert_close(net.weight.norm(dim=1), torch.ones(2))
 
 
 def test_wrong_names_and_dimensions_are_refused():

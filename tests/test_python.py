@@ -112,6 +112,9 @@ def test_a_run_continues_after_a_keyboard_interrupt_in_the_same_process(data, tm
     assert parameters(Run(run.path)) == parameters(Run(whole.path))
     assert angpt.train(small(data), tmp_path / "run", resume=True) == run
     assert angpt.train(out=tmp_path / "run", resume=True) == run
+    data.rename(tmp_path / "away")
+    assert angpt.train(small(data), tmp_path / "run", resume=True) == run
+    (tmp_path / "away").rename(data)
 
 
 def test_functions_work_in_any_thread(data, tmp_path):

@@ -172,7 +172,15 @@ def _listed_files(names: tuple[str, ...]) -> list[Entry]:
     if not entries:
         raise UserError(f"{' '.join(names)}: no text files here; {KNOWN}")
     own = [entry._replace(split=split) for entry in entries if (split := _own_split(entry.name))]
-    return own if {entry.split for entry in own} == {"train", "val"} else entries
+    if {entry.split for entry in own} != {"train", "val"}:
+        return entries
+    if others := [entry.name for entry in entries if _own_split(entry.name) is None]:
+        more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
+        warnings.warn(
+            f"{others[0]}{more}: left out, because the names of other files say that they are train and val",
+            stacklevel=2,
+        )
+    return own
 
 
 def _sorted(folder: Path, files: Iterable[Path]) -> list[Entry]:

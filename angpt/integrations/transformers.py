@@ -25,10 +25,9 @@ class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any = None, **_: Any
     ) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps the optimizer
-        if not hasattr(inner, "register_step_post_hook"):
+        if not hasattr(optimizer, "register_step_post_hook"):
             raise UserError("ConstrainCallback needs an optimizer of PyTorch, which this Trainer does not have")
-        self.handle = constrain(inner, model, self.constraints)
+        self.handle = constrain(optimizer, model, self.constraints)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.handle.remove()

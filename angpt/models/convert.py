@@ -5,7 +5,7 @@ wrapped, so that it returns what the residual update of anGPT adds to h. A `Desc
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,8 +23,10 @@ from angpt.models.parts import (
     NormedOutput,
     ScaledHead,
     init_unit_rows_,
+    is_bias,
     mlp_factor,
 )
+from angpt.serialization import check_types
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,7 +44,7 @@ class Description:
     """MLPs, whose output the network adds to the residual stream."""
     norms: tuple[str, ...]
     """Norms before these blocks and before the head, which are removed."""
-    heads: Mapping[str, Heads]
+    heads: dict[str, Heads]
     """Maps to queries and keys, or norms of these, and what they return."""
     start: tuple[str, ...] = ()
     """Modules whose output starts the residual stream as a sum of vectors (token, position); the output is normed."""
@@ -56,6 +58,9 @@ class Description:
     """Width of a head; from the `config` unless given."""
     d_mlp: int | None = None
     """Width of the MLP, needed if gated; `intermediate_size` of the `config` unless given."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "Description.")
 
 
 LLAMA = Description(
@@ -77,14 +82,14 @@ FAMILIES = {
         norms=("ln_1", "ln_2", "ln_f"),
         heads={"attn.c_attn": "qkv"},
         start=("drop",),  # of the sum of token and position
-        head=("lm_head", "score"),
+        head=("lm_head", "score", "classifier"),
     ),
     "gpt_neox": Description(
         attention=("attention",),
         mlp=("mlp",),
         norms=("input_layernorm", "post_attention_layernorm", "final_layer_norm"),
         heads={"query_key_value": "qkv per head"},
-        head=("embed_out", "lm_head", "score"),
+        head=("embed_out", "lm_head", "score", "classifier"),
     ),
     "vit": Description(
         attention=("attention",),
@@ -197,7 +202,7 @@ def replacements(model: nn.Module, where: Description) -> Iterator[tuple[str, st
     """What is done, the name of a module, and the module that takes its place; inner modules first."""
     d, d_head = where.d_model or 0, where.d_head or 0
     mlp = mlp_factor(d, where.d_mlp or 0, where.gated)
-    for name, part in reversed(list(model.named_modules())):
+    for name, part in reversed(list(places(model))):
         if kinds := [kind for end, kind in where.heads.items() if ends_with(name, (end,))]:
             attention = model.get_submodule(name.rpartition(".")[0])
             scaling = getattr(attention, "scaling", d_head**-0.5)
@@ -215,6 +220,17 @@ def replacements(model: nn.Module, where: Description) -> Iterator[tuple[str, st
             yield "logits scaled by s_z", name, ScaledHead(part)
 
 
+def places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every attribute of the network that holds a module, by name: a module that two layers share has two, those of a
+    layer that is used twice count once."""
+    named, seen = dict(model.named_modules(remove_duplicate=False)), set()
+    for name, part in named.items():
+        outer, _, attribute = name.rpartition(".")
+        if (place := (id(named[outer]), attribute)) not in seen:
+            seen.add(place)
+            yield name, part
+
+
 def leftovers(model: nn.Module) -> dict[str, list[str]]:
     """What a converted network still has that anGPT does not."""
 
@@ -224,7 +240,7 @@ def leftovers(model: nn.Module) -> dict[str, list[str]]:
     tables = {id(part.weight): name for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
     return {
         "norm": modules(lambda part: "Norm" in type(part).__name__ and not isinstance(part, Around)),
-        "bias": [name for name, p in model.named_parameters() if name.rpartition(".")[2] == "bias"],
+        "bias": [name for name, _ in model.named_parameters() if is_bias(name)],
         "dropout": modules(lambda part: isinstance(part, nn.Dropout) and part.p > 0),
         "head tied to the embedding": modules(lambda part: isinstance(part, ScaledHead) and id(part.weight) in tables),
         "both updates of a layer are added to the same stream": modules(

@@ -134,14 +134,21 @@ def mlp_factor(d: int, d_mlp: int, gated: bool) -> float:
 @torch.no_grad()
 def init_unit_rows_(module: nn.Module, generator: torch.Generator | None = None) -> None:
     """Initialise as anGPT does: every constrained vector uniform on the unit sphere, learned scales at their start, and
-    biases 0."""
+    biases and the vector of padding 0."""
     named = dict(module.named_parameters(remove_duplicate=False))
     weights = {named[name]: constraint for name, constraint in constraints_of(module).items()}
     for weight, constraint in weights.items():
         project_(weight.normal_(generator=generator), Constraint("unit", constraint.dim))
     for name, p in named.items():
-        if name.rpartition(".")[2] == "bias":
+        if is_bias(name):
             p.zero_()
     for part in module.modules():
         if isinstance(part, Resettable):
             part.reset()
+        elif isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            part.weight[part.padding_idx].zero_()
+
+
+def is_bias(name: str) -> bool:
+    """True for the name of a bias: bias, in_proj_bias, bias_ih_l0."""
+    return "bias" in name.rpartition(".")[2]

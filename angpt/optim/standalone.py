@@ -17,7 +17,8 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
     """The names of the matrices of hidden layers, each with the number of linear maps that are stacked in it.
 
     A part of the module that has a method of this name, such as the models of this package, declares its own. In the
-    rest, they are the weights of linear and attention layers except the last linear layer, which is taken for the head.
+    rest, they are the weights of linear and attention layers, except the last linear layer if it comes after such
+    parts: it is taken for the head.
     """
     found: dict[str, int] = {}
     layers: dict[int, tuple[str, int]] = {}  # by identity: a tied weight has one name
@@ -28,13 +29,14 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
             continue
         if hasattr(type(part), "hidden_matrices"):  # of the class: wrappers pass attributes on
             declared.append(prefix)
+            head = None  # a linear layer before it is not the last of the network
             found |= {f"{prefix}.{name}" if prefix else name: n for name, n in part.hidden_matrices().items()}
             continue
         for name, p in part.named_parameters(prefix, recurse=False):
             if isinstance(part, nn.Linear | nn.MultiheadAttention) and is_matrix(p):
                 layers.setdefault(id(p), (name, 3 if name.endswith("in_proj_weight") else 1))
                 head = id(p) if isinstance(part, nn.Linear) else head
-    if head is not None and not declared:
+    if head is not None:
         del layers[head]
     return found | dict(layers.values())
 
@@ -92,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         fractions = (momentum, *betas)
         if min(lr, adam_lr, eps, weight_decay) < 0 or not all(0 <= x < 1 for x in fractions):
             raise UserError("rates, eps and weight_decay must not be negative; momentum and betas must be in [0, 1)")
-        columns = {name for name, constraint in constraints_of(module).items() if constraint.dim == 0}
+        columns = {name for name, constraint in constraints_of(module).items() if constraint.dims in ((0,), (-2,))}
         kinds: dict[tuple[int, bool], list[Tensor]] = {}
         for name, maps in chosen.items():
             kinds.setdefault((maps, name in columns), []).append(named[name])
@@ -128,7 +130,7 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None and p.numel():
                     state = self._state(p, group)
                     number = 0 if group["maps"] else self.state[p]["step"]  # Muon does not need it
-                    alike.setdefault((p.device, p.dtype, number), []).append((state, p.grad.contiguous()))
+                    alike.setdefault((p.device, p.dtype, number), []).append((state, _laid_out(p.grad, p)))
             for (_, _, number), pairs in alike.items():
                 self._update(group, number, [s for s, _ in pairs], [g for _, g in pairs])
         return loss
@@ -159,3 +161,9 @@ class Muon(torch.optim.Optimizer):
             return
         for form, of_form in by_form(adam_, states, gradients):
             adam_(form, of_form, one, lr=group["lr"], betas=group["betas"], eps=group["eps"], step=number)
+
+
+def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
+    """The gradient with its numbers in memory in the order of those of its parameter: Adam of PyTorch on a CPU expects
+    it."""
+    return gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)

@@ -57,8 +57,11 @@ def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None, sig
 
 def ended_as(run: Run, config: TrainConfig) -> Summary | None:
     """The summary of a run with this configuration if it has ended; then its data may be gone."""
-    summary = run.summary() if config == run.config() else None
-    return summary if summary is not None and summary.ended else None
+    summary = run.summary()
+    if summary is None or not summary.ended:
+        return None
+    same = config == (stored := run.config()) or not differences(stored, make_plan(config).config, RESUME_SETTINGS)
+    return summary if same else None
 
 
 def proceed(

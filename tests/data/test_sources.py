@@ -59,6 +59,14 @@ def test_every_format_with_every_compression(tmp_path, suffix):
     assert [text for text, _ in documents(one)] == TEXTS
 
 
+def test_files_beside_those_of_the_splits_are_named(tmp_path):
+    for name in ("train.txt", "val.txt", "extra.txt"):
+        (tmp_path / name).write_text(name)
+    for paths in ([tmp_path], sorted(tmp_path.iterdir())):
+        with pytest.warns(UserWarning, match=r"extra.txt: left out, because the names of other files say"):
+            assert [text for text, _ in documents(*map(str, paths))] == ["train.txt", "val.txt"]
+
+
 def test_folders_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b/z.txt", "a.txt", "b/a.txt", "c.txt", "B.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -85,7 +93,8 @@ def test_a_folder_with_splits_of_its_own(tmp_path, train, val):
         raw = json.dumps({"text": text}).encode() if ".jsonl" in name else text.encode()
         raw = parquet([text]) if name.endswith(".parquet") else raw
         path.write_bytes(lzma.compress(raw) if name.endswith(".xz") else raw)
-    assert documents(str(tmp_path)) == [(f"of {train}", "train"), (f"of {val}", "val")]
+    with pytest.warns(UserWarning, match=r"README.md and 2 more: left out"):
+        assert documents(str(tmp_path)) == [(f"of {train}", "train"), (f"of {val}", "val")]
 
 
 def test_train_alone_is_no_split(tmp_path):

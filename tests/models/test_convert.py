@@ -232,6 +232,43 @@ def test_a_network_of_ones_own_is_converted_by_a_description() -> None:
 
 
 @torch.no_grad()
+def test_shared_modules_are_converted_in_every_layer() -> None:
+    """A shared MLP gets an update in each layer; a layer that is used twice stays one layer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(Layer(32), Layer(32))
+    net[1].ff, net[1].ln1 = net[0].ff, net[0].ln1
+    net.append(net[1])
+    where = angpt.Description(
+        attention=("mix",), mlp=("ff",), norms=("ln1", "ln2"), heads={"qkv": "qkv"}, d_model=32, d_head=8
+    )
+    report = angpt.convert(net, where)
+    assert net[2] is net[1]
+    assert net[0].ff is not net[1].ff
+    assert net[0].ff.block is net[1].ff.block
+    assert report.changed["norm removed"] == ["0.ln1", "0.ln2", "1.ln1", "1.ln2"]
+    h = norm(torch.randn(2, 6, 32))
+    torch.testing.assert_close(net(h).norm(dim=-1), torch.ones(2, 6), atol=0.15, rtol=0)
+
+
+def test_a_wrong_description_is_refused() -> None:
+    parts: dict[str, Any] = {"attention": ("mix",), "mlp": ("ff",), "norms": ("ln1",), "heads": {"q": "q"}}
+    with pytest.raises(angpt.UserError, match=r"Description.norms must be a list, not 'ln1'"):
+        angpt.Description(**parts | {"norms": "ln1"})
+    with pytest.raises(angpt.UserError, match=r"Description.heads.q must be 'q' or 'k' or .*, not 'query'"):
+        angpt.Description(**parts | {"heads": {"q": "query"}})
+
+
+@torch.no_grad()
+def test_biases_and_padding_start_at_zero() -> None:
+    net = nn.ModuleList([nn.LSTM(3, 4), nn.MultiheadAttention(4, 2), nn.Embedding(5, 4, padding_idx=2)])
+    for p in net.parameters():
+        p.fill_(3.0)
+    angpt.init_unit_rows_(net)
+    assert not any(p.any() for name, p in net.named_parameters() if "bias" in name)
+    assert net[2].weight.norm(dim=1).tolist() == pytest.approx([1, 1, 0, 1, 1])
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("heads", ["qkv", "qkv per head"])
 def test_heads_are_normed_where_the_network_reads_them(heads: Any) -> None:
     part = NormedHeads(nn.Identity(), 4, heads, scaling=0.25)

@@ -245,6 +245,39 @@ def test_a_head_that_is_tied_to_a_layer_is_not_hidden():
     assert hidden_matrices(nn.Sequential(first, middle, head)) == {"1.weight": 1}
 
 
+def test_a_head_behind_a_model_that_declares_its_matrices_is_not_hidden():
+    body = tiny("angpt")
+    declared = {f"1.{name}": maps for name, maps in body.hidden_matrices().items()}
+    assert hidden_matrices(nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))) == {"0.weight": 1} | declared
+
+
+@pytest.mark.parametrize("dim", [0, (0,), -2, (-2,)])
+def test_columns_may_be_declared_in_any_way(dim):
+    class Columns(nn.Linear):
+        def constraints(self):
+            return {"weight": ("unit", dim)}
+
+    groups = angpt.Muon(Columns(4, 6), hidden={"weight": 1}).param_groups
+    assert [group["by_columns"] for group in groups if group["maps"]] == [True]
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 2), nn.Linear(4, 3)])
+def test_the_order_of_numbers_in_memory_does_not_matter(layer):
+    """Neither for Adam (filters) nor for Muon (matrices)."""
+    torch.manual_seed(0)
+    other = copy.deepcopy(layer)
+    turned = other.weight.data.transpose(0, 1).contiguous().transpose(0, 1)
+    other.weight = nn.Parameter(turned)
+    assert not turned.is_contiguous()
+    for model in (layer, other):
+        net = nn.ModuleList([nn.Linear(2, 2), model])
+        optimizer = angpt.Muon(net, hidden={"0.weight": 1} if model.weight.ndim > 2 else {"1.weight": 1})
+        for step in range(3):
+            model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+    torch.testing.assert_close(other.weight, layer.weight)
+
+
 def test_groups_can_be_added_and_empty_matrices_are_skipped():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = angpt.Muon(model)
