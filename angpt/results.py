@@ -189,7 +189,7 @@ class Result:
         runs = {run.name: run for run in self.runs if run.status not in ("waiting", "queued")}
         best: dict[tuple[str, str], RunResult] = {}
         largest = {size: self.largest_budget(size) for size in self.sizes}
-        for row in (row for row in self.rows if row.tokens <= largest[row.size]):
+        for row in (row for row in self.leaders if row.tokens <= largest[row.size]):
             for run in (runs[name] for name in row.runs if name in runs):
                 key = row.architecture, row.size
                 if key not in best or _order(run) < _order(best[key]):

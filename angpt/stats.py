@@ -28,11 +28,12 @@ class Interval:
     """Number of seeds, if it is a mean over seeds."""
 
     @classmethod
-    def around(cls, mean: float, error: float, freedom: float, n: int | None = None) -> Self:
-        """An estimate with this standard error and degrees of freedom, and its interval by Student's t."""
+    def around(cls, mean: float, error: float, freedom: float, n: int | None = None, tests: int = 1) -> Self:
+        """An estimate with this standard error and degrees of freedom, and its interval by Student's t, see
+        `quantile`."""
         if freedom <= 0:
             return cls(mean, n=n)
-        half = quantile(freedom) * error
+        half = quantile(freedom, tests) * error
         return cls(mean, mean - half, mean + half, n)
 
     def map(self, function: Callable[[float], float]) -> "Interval":
@@ -52,11 +53,12 @@ class Interval:
         return self.low is not None and self.high is not None and self.low <= truth <= self.high
 
 
-def quantile(freedom: float) -> float:
-    """The absolute value that Student's t exceeds with a probability of 5 %."""
+def quantile(freedom: float, tests: int = 1) -> float:
+    """The absolute value that Student's t exceeds with a probability of 5 %; divided by the number of `tests` of which
+    none should exceed it by chance (Bonferroni)."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+    return float(stdtrit(freedom, 1 - (1 - CONFIDENCE) / (2 * tests)))
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -171,14 +173,15 @@ def holm(p_values: Sequence[float], tests: int | None = None) -> list[float]:
 
 
 def relative_change(
-    values: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation
+    values: Sequence[float], base: Sequence[float], spread: Deviation, base_spread: Deviation, tests: int = 1
 ) -> Interval:
-    """The ratio of two geometric means, minus one, with its interval; by Welch if the deviations differ."""
+    """The ratio of two geometric means, minus one, with its interval; by Welch if the deviations differ. It holds for
+    the most extreme of `tests` such ratios, see `quantile`."""
     errors = spread.value / math.sqrt(len(values)), base_spread.value / math.sqrt(len(base))
     error, freedom = welch([(errors[0], spread.freedom), (errors[1], base_spread.freedom)])
     if spread == base_spread:
         freedom = spread.freedom
-    return Interval.around(mean_log(values) - mean_log(base), error, freedom, len(values)).map(math.expm1)
+    return Interval.around(mean_log(values) - mean_log(base), error, freedom, len(values), tests).map(math.expm1)
 
 
 def correlation(x: "ArrayLike", y: "ArrayLike", ranks: bool = False) -> float | None:

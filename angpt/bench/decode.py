@@ -276,7 +276,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
                 " ".join([r.architecture, *([r.weights] if r.weights != "full" else []), *([r.step] * several)]),
                 f"{r.token_ms.mean:.3f}",
                 f"{r.tokens_per_s:,.0f}",
-                "" if r.architecture == first.architecture else "{} ({})".format(*between(r.speed, ".3f")),
+                "" if r.architecture == first.architecture else " ".join(between(r.speed, ".3f")),
                 "" if r.weights == first.weights else f"{r.over_full.mean:.2f}",
                 f"{r.floor_ms:.3f}",
                 f"{r.token_ms.mean / r.floor_ms:.2f}",

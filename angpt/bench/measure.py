@@ -15,13 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from angpt.stats import Interval
+from angpt.stats import Interval, mean_interval
 from angpt.system import write_atomically
 from angpt.training.hardware import synchronize
 from angpt.training.run import environment
-
-RESAMPLES = 2000
-"""Bootstrap samples of an interval."""
 
 
 def in_turns(
@@ -62,17 +59,14 @@ def median(seconds: Sequence[float]) -> Interval:
 
 
 def ratio(seconds: Sequence[float], base: Sequence[float]) -> Interval:
-    """Ratio of medians, with a 95 % interval from resampled rounds; a round has both, so that drift cancels."""
-    pairs = np.array([seconds, base])
-    chosen = np.random.default_rng(0).integers(pairs.shape[1], size=(RESAMPLES, pairs.shape[1]))
-    tops, bottoms = np.median(pairs[:, chosen], axis=2)
-    low, high = np.quantile(tops / bottoms, [0.025, 0.975]).tolist()
-    return Interval(float(np.median(seconds) / np.median(base)), low, high)
+    """The mean ratio of a round (geometric), with its 95 % interval by Student's t. A round has both, so that drift
+    cancels; one alone gives no interval."""
+    return mean_interval(np.log(np.divide(seconds, base)).tolist()).exp()
 
 
 def between(value: Interval, form: str, ends: bool = True) -> tuple[str, str]:
-    """Two cells of a table: the value, and the ends of its interval unless `ends` is false."""
-    return f"{value.mean:{form}}", f"{value.low:{form}}–{value.high:{form}}" if ends else ""
+    """Two cells of a table: the value, and the ends of its interval if it has one, unless `ends` is false."""
+    return f"{value.mean:{form}}", f"{value.low:{form}}–{value.high:{form}}" if ends and value.low is not None else ""
 
 
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:

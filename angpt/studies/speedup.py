@@ -6,8 +6,8 @@ linear interpolation of logarithms, over what the other used. Outside the curve'
 that noise allows: a loss just below the last of the baseline does not show that the baseline would need more tokens.
 
 Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
-every architecture and budget of one comparison, and estimated from all of them together (`stats.pooled_deviation`).
-With two or three seeds each, this is the difference between a useful interval and none.
+every architecture and budget of one comparison, and estimated from all of them together, except from those that vary
+far more (`stats.deviations`). With two or three seeds each, this is the difference between a useful interval and none.
 """
 
 import itertools

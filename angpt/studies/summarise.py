@@ -13,7 +13,6 @@ from angpt.stats import (
     geometric_mean,
     mean_interval,
     mean_log,
-    pooled_deviation,
     relative_change,
 )
 from angpt.studies.grid import Group
@@ -102,7 +101,6 @@ def summarise(
     notes: Sequence[str] = (),
 ) -> Result:
     """The result of a study whose groups have these best points."""
-    spread = dict(zip((c.group for c in chosen), deviations([c.losses for c in chosen]), strict=True))
     complete = all(run.ended for run in runs)
     rows: dict[Group, Row] = {}
     costs: list[Cost] = []
@@ -111,9 +109,9 @@ def summarise(
         members = [c for c in chosen if c.group.size == size]
         leaders = leading(members)
         # Runs that differ in the seed vary by the same factor at every architecture and budget of a size.
-        deviation = pooled_deviation([c.losses for c in members])
-        in_tokens = _speed_ups(members, baseline, deviation, lambda run: float(run.tokens))
-        in_seconds = _speed_ups(members, baseline, deviation, lambda run: run.seconds or 0.0)
+        spread = dict(zip((c.group for c in members), deviations([c.losses for c in members]), strict=True))
+        in_tokens = _speed_ups(members, baseline, spread, lambda run: float(run.tokens))
+        in_seconds = _speed_ups(members, baseline, spread, lambda run: run.seconds or 0.0)
         for c in members:
             base, own = leaders.get((baseline, baseline_budget or c.group.budget)), spread[c.group]
             relative = None
@@ -141,14 +139,17 @@ def summarise(
             )
         own_costs = _costs(list(leaders.values()), baseline)
         costs += own_costs
-        verdicts[size] = "Too few runs have finished for a verdict."
-        if pair := contest(list(leaders.values()), baseline):
-            change = relative_change(pair[0].losses, pair[1].losses, *(spread[c.group] for c in pair))
-            best, reference = (rows[c.group] for c in pair)
+        if found := contest(list(leaders.values()), baseline):
+            winner, opponent, tests = found
+            samples = winner.losses, opponent.losses, spread[winner.group], spread[opponent.group]
+            change, noisy = relative_change(*samples), relative_change(*samples, tests).covers(0.0)
+            best, reference = rows[winner.group], rows[opponent.group]
             compared = [rows[c.group] for c in leaders.values()]
-            sentence = verdict(best, reference, change, compared, own_costs)
+            sentence = verdict(best, reference, change, noisy, compared, own_costs)
             sentence += other_optimizers(best, reference, compared)
             verdicts[size] = sentence if complete else f"So far: {sentence}"
+        else:
+            verdicts[size] = no_verdict(list(leaders.values()), baseline)
     ordered = [rows[c.group] for c in chosen]
     return Result(
         baseline, complete, verdicts, tuple(ordered), tuple(costs), (*notes, *_edge_notes(ordered)), tuple(runs)
@@ -164,22 +165,34 @@ def leading(members: Sequence[Chosen]) -> dict[tuple[str, str], Chosen]:
 
 
 def _speed_ups(
-    members: Sequence[Chosen], baseline: str, deviation: Deviation, used: Callable[[RunResult], float]
+    members: Sequence[Chosen],
+    baseline: str,
+    losses: Mapping[Group, Deviation],
+    used: Callable[[RunResult], float],
 ) -> dict[Group, SpeedUp]:
-    """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds."""
+    """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds.
+
+    Of the deviations of the groups that take part in one, the widest counts for all of them.
+    """
     points = {c.group: CurvePoint(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
-    base = [points[c.group] for c in leading(members).values() if c.group.architecture == baseline and c.losses]
-    uses = pooled_deviation([point.uses for point in points.values()])
-    found = {g: speed_up(base, point, deviation, uses) for g, point in points.items() if g.architecture != baseline}
-    return {group: value for group, value in found.items() if value is not None}
+    base = [c.group for c in leading(members).values() if c.group.architecture == baseline and c.losses]
+    uses = dict(zip(points, deviations([point.uses for point in points.values()]), strict=True))
+    found: dict[Group, SpeedUp] = {}
+    for group, point in points.items():
+        widest = (max((spread[g] for g in (*base, group)), key=lambda d: d.value) for spread in (losses, uses))
+        if group.architecture != baseline and (value := speed_up([points[g] for g in base], point, *widest)):
+            found[group] = value
+    return found
 
 
 def _costs(members: Sequence[Chosen], baseline: str) -> list[Cost]:
-    """Time per step of each architecture; the overhead from pairs of runs with the same budget and seed."""
-    milliseconds: dict[str, dict[tuple[int, int], float]] = {}
+    """Time per step of each architecture; the overhead from pairs of runs with the same budget, batch and seed."""
+    milliseconds: dict[str, dict[tuple[int, int, int], float]] = {}
     finished = [run for c in members for run in c.finished]
     for run in finished:
-        milliseconds.setdefault(run.architecture, {})[run.tokens, run.seed] = 1000 * (run.seconds or 0.0) / run.steps
+        milliseconds.setdefault(run.architecture, {})[run.tokens, run.batch, run.seed] = (
+            1000 * (run.seconds or 0.0) / run.steps
+        )
     base = milliseconds.get(baseline, {})
     costs = []
     for name, own in milliseconds.items():
@@ -207,9 +220,10 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] | None:
-    """The best architecture other than the baseline at their largest budget, and the baseline there; None while one of
-    them has not finished. Those that the baseline's optimizer trained come first, or optimizers would be compared."""
+def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen, int] | None:
+    """The best architecture other than the baseline at their largest budget, the baseline there, and of how many it is
+    the best; None while one of them has no loss. Those that the baseline's optimizer trained come first, or optimizers
+    would be compared."""
     done = [c for c in members if c.losses]
     names = {c.group.architecture for c in members} - {baseline}
     alike = {name for name in names if _optimizer(name) == _optimizer(baseline)}
@@ -218,21 +232,48 @@ def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen] |
     reference = next(
         (c for c in done if c.group.architecture == baseline and largest and c.tokens == largest[0].tokens), None
     )
-    return None if reference is None else (min(largest, key=lambda c: mean_log(c.losses)), reference)
+    if reference is None:
+        return None
+    return min(largest, key=lambda c: mean_log(c.losses)), reference, len(largest)
 
 
-def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], costs: Sequence[Cost]) -> str:
-    """A few sentences that compare the best architecture with the baseline; `change` is that of the loss."""
+def no_verdict(members: Sequence[Chosen], baseline: str) -> str:
+    """Why the best architecture cannot be compared with the baseline."""
+    if not all(run.ended for c in members for run in c.runs):
+        return "Too few runs have finished for a verdict."
+    if lost := [f"{label(c.group.architecture)} at {quantity(c.tokens)} tokens" for c in members if not c.losses]:
+        return f"No verdict: all runs of {' and of '.join(lost)} diverged."
+    if all(c.group.architecture == baseline for c in members):
+        return f"No verdict: {label(baseline)} was trained alone."
+    return f"No verdict: {label(baseline)} was not trained with the largest budget of the others."
+
+
+def verdict(
+    best: Row, reference: Row, change: Interval, noisy: bool, rows: Sequence[Row], costs: Sequence[Cost]
+) -> str:
+    """A few sentences that compare the best architecture with the baseline.
+
+    Args:
+        best: One architecture at the largest budget, the best of those that are compared with the baseline.
+        reference: The baseline there.
+        change: Of the loss, with its own 95 % interval.
+        noisy: True if the change may be noise, given of how many architectures it is that of the best.
+        rows: All that are compared, for the speed-ups.
+        costs: Of all of them.
+    """
     assert best.val_loss is not None
     assert reference.val_loss is not None
     ours, theirs = best.val_loss.mean, reference.val_loss.mean
     name, base = label(best.architecture), label(reference.architecture)
-    noisy = change.covers(0.0)
     sentences = [
-        f"{name} reaches {ours:.3f}, {base} {theirs:.3f} ({overhead(change if noisy else Interval(change.mean))})"
+        f"{name} reaches {ours:.3f}{_lost(best)}, {base} {theirs:.3f}{_lost(reference)} "
+        f"({overhead(change if noisy else Interval(change.mean))})"
     ]
-    if noisy or change.low is None:
-        sentences.append("Too noisy to tell which is better" if noisy else "One seed: no intervals")
+    if noisy:
+        selected = "" if change.covers(0.0) else ", since it is the best of several"
+        sentences.append(f"Too noisy to tell which is better{selected}")
+    elif change.low is None:
+        sentences.append("One seed: no intervals")
     if gain := _gain(rows, name, best.architecture, base, bounds=not noisy):
         sentences.append(gain)
     if average := _average(rows, best.architecture):
@@ -241,6 +282,10 @@ def verdict(best: Row, reference: Row, change: Interval, rows: Sequence[Row], co
     if cost and cost.overhead:
         sentences.append(_time(cost.overhead))
     return ". ".join(sentences) + "."
+
+
+def _lost(row: Row) -> str:
+    return f", with {row.diverged} of {row.seeds} seeds diverged" if row.diverged else ""
 
 
 def other_optimizers(best: Row, reference: Row, rows: Sequence[Row]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 import angpt.fast
 from angpt.bench import optimizer
-from angpt.bench.measure import in_turns, median, orders, ratio
+from angpt.bench.measure import between, in_turns, median, orders, ratio
 from angpt.bench.train import GROUPS, PARTS, Case, grouped, record_alike
 from angpt.cli.main import main
 from angpt.config import PRESETS, ModelConfig, OptimizerConfig, TrainConfig
@@ -43,13 +43,19 @@ def test_drift_cancels_in_a_ratio_of_rounds():
     assert (found.mean, found.low, found.high) == pytest.approx((1.02, 1.02, 1.02))
 
 
-def test_an_interval_of_a_ratio_covers_the_truth():
+@pytest.mark.parametrize("rounds", [3, 20])
+def test_an_interval_of_a_ratio_covers_the_truth(rounds):
     rng = np.random.default_rng(1)
     trials = []
     for _ in range(100):
-        a, b = 1.05 * rng.normal(1, 0.02, 20), rng.normal(1, 0.02, 20)
+        a, b = 1.05 * rng.normal(1, 0.02, rounds), rng.normal(1, 0.02, rounds)
         trials.append([ratio(a.tolist(), b.tolist())])
     check_intervals(trials, [1.05], hits=88)
+
+
+def test_one_round_gives_no_interval():
+    assert (ratio([2.0], [1.0]).mean, ratio([2.0], [1.0]).low) == (pytest.approx(2.0), None)
+    assert between(ratio([2.0], [1.0]), ".1f") == ("2.0", "")
 
 
 def test_precisions_take_turns(tmp_path):

@@ -25,7 +25,7 @@ def told(rows, costs=(), half=0.01):
     """The verdict on the last row against the first, whose change has an interval of this half width."""
     mean = rows[-1].val_loss.mean / rows[0].val_loss.mean - 1
     change = Interval(mean) if half is None else Interval(mean, mean - half, mean + half)
-    return verdict(rows[-1], rows[0], change, rows, costs)
+    return verdict(rows[-1], rows[0], change, change.covers(0.0), rows, costs)
 
 
 def chosen(architecture, tokens, *losses, status="finished"):
@@ -101,15 +101,71 @@ def test_one_seed_has_no_error_bars():
     assert told(rows, half=None).endswith("(−3.3 %). One seed: no intervals.")
 
 
-@pytest.mark.parametrize("names", [("gpt+",), ("angpt", "ngpt")])
-def test_too_little_to_tell(names):
-    result = summarised(*(chosen(name, 1, 3.0) for name in names))
-    assert result.verdict == "Too few runs have finished for a verdict."
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([chosen("gpt+", 1, 3.0)], "No verdict: GPT+ was trained alone."),
+        (
+            [chosen("angpt", 1, 3.0), chosen("ngpt", 1, 3.0)],
+            "No verdict: GPT+ was not trained with the largest budget of the others.",
+        ),
+        (
+            [chosen("gpt+", 2, None, None, status="diverged"), chosen("angpt", 2, 3.0)],
+            "No verdict: all runs of GPT+ at 2 tokens diverged.",
+        ),
+        (
+            [chosen("gpt+", 1, 3.0), chosen("angpt", 1, None, status="running")],
+            "Too few runs have finished for a verdict.",
+        ),
+    ],
+)
+def test_without_a_verdict_the_reason_is_told(groups, said):
+    assert summarised(*groups).verdict == said
+
+
+def test_diverged_seeds_are_told():
+    found = summarised(chosen("gpt+", 1, 3.0, 3.01, 2.99), chosen("angpt", 1, 2.9, None, None, status="diverged"))
+    assert found.verdict.startswith("anGPT reaches 2.900, with 2 of 3 seeds diverged, GPT+ 3.000 (")
+
+
+def test_one_that_varies_far_more_does_not_widen_the_intervals_of_others():
+    """Neither where it is a variant nor where it is a model of another size."""
+    calm = [chosen("gpt+", 1, 3.3, 3.31, 3.29), chosen("gpt+", 2, 3.0, 3.01, 2.99), chosen("angpt", 1, 3.1, 3.11, 3.09)]
+    wild = chosen("angpt/no-lerp", 1, 2.6, 3.1, 3.7)
+    alone, beside = summarised(*calm).rows, summarised(*calm, wild).rows
+    assert beside[2].speedup_tokens == alone[2].speedup_tokens
+    assert beside[3].speedup_tokens.high > 4 * beside[3].speedup_tokens.low
+    noisy = [chosen("gpt+", 1, 3.3, 3.5, 3.1), chosen("angpt", 1, 3.1, 3.3, 2.9)]
+    noisy = [dataclasses.replace(c, group=dataclasses.replace(c.group, size="large")) for c in noisy]
+    assert [r.change for r in summarised(*calm, *noisy).rows[:3]] == [r.change for r in alone]
+
+
+def test_the_best_of_many_may_be_so_by_chance():
+    """Its own interval does not contain 0, that of the best of ten does."""
+    groups = [chosen("gpt+", 1, 3.0, 3.03, 2.97)]
+    groups += [chosen(f"v{i}", 1, 3.0, 3.03, 2.97) for i in range(9)]
+    result = summarised(*groups, chosen("angpt", 1, 2.945, 2.975, 2.915))
+    assert not result.rows[-1].change.covers(0)
+    assert "Too noisy to tell which is better, since it is the best of several." in result.verdict
+
+
+def test_steps_of_different_batches_are_not_compared():
+    one, other = chosen("gpt+", 1, 3.0, 3.1), chosen("angpt", 1, 2.9, 3.0)
+    assert summarised(one, other).costs[1].overhead.mean == 0
+    half = dataclasses.replace(other, runs=tuple(dataclasses.replace(run, batch=2) for run in other.runs))
+    assert summarised(one, half).costs[1].overhead is None
+
+
+def test_the_run_that_is_shown_is_one_of_the_best_settings():
+    bad, good = chosen("angpt", 1, 5.0), chosen("angpt", 1, 2.0)
+    bad = dataclasses.replace(bad, group=dataclasses.replace(bad.group, settings="lr 0.5"))
+    bad = dataclasses.replace(bad, runs=(dataclasses.replace(bad.runs[0], name="bad"),))
+    assert [run.val_loss for run in summarised(chosen("gpt+", 1, 3.0), bad, good).representatives()] == [3.0, 2.0]
 
 
 def test_the_best_at_the_largest_budget_is_compared_with_the_baseline():
     groups = [chosen("gpt+", 1, 3.2), chosen("gpt+", 2, 3.0), chosen("ngpt", 2, 2.95), chosen("angpt", 2, 2.9, 2.901)]
-    assert contest([*groups, chosen("angpt", 1, 1.0)], "gpt+") == (groups[3], groups[1])
+    assert contest([*groups, chosen("angpt", 1, 1.0)], "gpt+") == (groups[3], groups[1], 2)
     assert summarised(*groups).verdict.startswith("anGPT reaches 2.900, GPT+ 3.000 (−3.3 %).")
 
 
