@@ -24,6 +24,7 @@ def test_numbers_in_words():
     written = [number(v) for v in (0.99999, 1.0, 0.0502, 12.345, 545.68, 1831.42, -0.31, 4e-8, 0.00012, None)]
     assert written == ["1.00", "1.00", "0.0502", "12.3", "546", "1,831", "-0.310", "0", "0.000120", "–"]
     assert number(3.61388, 4) == "3.614"
+    assert [number(999.7), number(-999.4), number(99.97, 2)] == ["1,000", "-999", "100"]
     assert span([1.0, None, 2.5]) == "1.00 to 2.50"
     assert span([1.0001, 1.0002]) == "1.00"
     assert span([None]) == "–"
