@@ -142,6 +142,7 @@ def test_an_edge_that_is_better_still_refuses_the_size():
     ("points", "diverged", "lr", "bounded", "problem"),
     [
         ([(1, 3.0), (2, 2.9), (4, 3.0)], [], 2.0, False, None),
+        ([(1, 3.0), (2, 3.0), (4, 3.0), (8, 3.1)], [], 2.0, False, None),
         ([(1, 3.0), (2, 2.9)], [4], 2.0, True, None),
         ([(1, 3.0), (2, 2.9), (4, 2.8)], [8], 4.0, True, None),
         ([(1, 3.0), (2, 2.9), (4, 2.8)], [0.5], None, None, "at the high edge"),
