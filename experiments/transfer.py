@@ -69,7 +69,7 @@ def predictions(fit: HparamFit, every: HparamFit) -> Iterator[Prediction]:
     seen = {identity(size) for size in fit.sizes if size.parameters < SMALL}
     for target in (size for size in every.sizes if identity(size) not in seen):
         rule, smallest = rule_for(target.architecture), fit.of(target.architecture)[0]
-        for sweep in target.sweeps:
+        for sweep in (s for s in target.sweeps if s.losses):
             values = target.parameters, target.tokens, sweep.batch_tokens
             for method, (limit, later) in LAWS.items():
                 if later and target.parameters < limit:

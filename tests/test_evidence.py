@@ -14,16 +14,16 @@ import pytest
 from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
 from angpt.data.shards import TokenData
+from angpt.fits.hparams import HparamFit, SizeFit, fit_sweep
 from angpt.present.words import bracketed
 from angpt.serialization import read_toml
 from angpt.stats import Interval
 from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
-from experiments.evidence import pages, paper, tables, tokens
+from experiments.evidence import pages, paper, sweeps, tables, tokens
 from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, Protocol
 from experiments.evidence.results import Results
-from experiments.evidence.sweeps import fitted
 from experiments.evidence.trials import ADDED, ARMS, TRIED, arm_name, make_trials, space_of
 
 PROTOCOL = (EVIDENCE.parent / "evidence.md").read_text(encoding="utf-8")
@@ -42,6 +42,13 @@ def test_the_tables_of_the_pages_follow_from_the_run_folders():
     report = pages.PAGES[1].read_text(encoding="utf-8")
     assert all(f"<!-- {name} -->" in "".join(p.read_text(encoding="utf-8") for p in pages.PAGES) for name in found)
     assert report.count("<!-- end -->") == report.count("<!-- ") - report.count("<!-- end -->")
+
+
+def test_a_batch_of_which_all_runs_diverged_is_told(monkeypatch):
+    good, lost = fit_sweep(1024, [(1, 3.0), (2, 2.9), (4, 3.0)], []), fit_sweep(2048, [], [1, 2])
+    sizes = tuple(SizeFit("angpt", 7e6, 2e7, tried, None, "", ()) for tried in ((good, lost), (lost, lost)))
+    monkeypatch.setattr(sweeps, "fitted", lambda: HparamFit((), (), sizes))
+    assert [row[-2:] for row in sweeps.batches().rows] == [("**2.900**", "diverged"), ("", "diverged")]
 
 
 def test_every_stored_run_is_one_that_the_protocol_calls_for():
@@ -307,7 +314,7 @@ def test_the_expected_best_of_several_trials():
 
 def test_rules_state_the_intervals_of_the_fitted_exponents():
     text = (EVIDENCE.parents[1] / "angpt" / "training" / "rules.toml").read_text(encoding="utf-8")
-    laws = [law for trend in fitted().trends for law in (trend.lr, trend.batch_tokens) if law is not None]
+    laws = [law for trend in sweeps.fitted().trends for law in (trend.lr, trend.batch_tokens) if law is not None]
     assert len(laws) == 4
     for law in laws:
         for name, exponent in law.law.exponents.items():

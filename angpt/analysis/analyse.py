@@ -1,7 +1,5 @@
 """All measurements of several runs as plain data, stored in `analysis.json`; tables and figures show nothing else."""
 
-import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,7 @@ from angpt.data.shards import TokenData
 from angpt.errors import UserError, nearest
 from angpt.inference.source import Source, open_source
 from angpt.present.words import label
-from angpt.serialization import read_json, seal
+from angpt.serialization import read_json, sealed_json
 from angpt.system import write_atomically
 from angpt.training import checkpoint
 from angpt.training.hardware import choose_device, present
@@ -79,7 +77,7 @@ class Analysis:
         return read_json(cls, path, "remove it and run `angpt analyze` again")
 
     def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(seal(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n")
+        write_atomically(path, sealed_json(self))
 
 
 def analyse(

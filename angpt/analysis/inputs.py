@@ -43,6 +43,11 @@ class TextSource:
         """Number of tokens that can occur; the vocabulary of a model may be larger than that of its tokenizer."""
         return min(self.vocab_size, self.train.vocab_size or self.vocab_size)
 
+    @property
+    def eot(self) -> int | None:
+        """Id of the end-of-text token if attention stays inside documents; otherwise None."""
+        return end_of_text(self.val) if self.mask_documents else None
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -54,6 +59,8 @@ class Condition:
     """Token ids, (sequences, length + 1)."""
     skip: int = 0
     """Number of positions at the start that are not counted."""
+    eot: int | None = None
+    """Id of the end-of-text token if attention stays inside documents; otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +75,18 @@ def text_batches(source: TextSource, tokens: int, batch_tokens: int) -> Iterator
     """About `tokens` tokens of validation text in windows of the context, spread over the split."""
     windows = max(1, tokens // source.context)
     size = max(1, batch_tokens // source.context)
-    eot = end_of_text(source.val) if source.mask_documents else None
     for chosen in validation_batches(source.val, source.context, size, windows):
-        yield as_batch(chosen, eot)
+        yield as_batch(chosen, source.eot)
 
 
 def condition_batches(condition: Condition, batch_tokens: int) -> Iterator[Batch]:
     """The sequences of a condition in batches of about `batch_tokens` tokens."""
     size = max(1, batch_tokens // (condition.tokens.shape[1] - 1))
     for i in range(0, len(condition.tokens), size):
-        yield as_batch(condition.tokens[i : i + size])
+        yield as_batch(condition.tokens[i : i + size], condition.eot)
 
 
-def as_batch(tokens: Tokens, eot: int | None = None) -> Batch:
+def as_batch(tokens: Tokens, eot: int | None) -> Batch:
     """Inputs and targets from rows of context + 1 tokens."""
     rows = torch.from_numpy(tokens)
     inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -134,7 +140,7 @@ def _longer(source: TextSource, times: int, tokens: int) -> Condition | Missing:
         return Missing(name, f"the validation split has {source.val.tokens:,} tokens, a sequence needs {length + 1:,}")
     windows = next(validation_batches(source.val, length, rows := max(1, tokens // length), rows))
     what = f"validation text in sequences {times} times as long as in training; only the positions beyond count"
-    return Condition(name, what, windows, skip=source.context)
+    return Condition(name, what, windows, skip=source.context, eot=source.eot)
 
 
 def _written(source: TextSource, rows: int, rng: np.random.Generator) -> list[Condition | Missing]:

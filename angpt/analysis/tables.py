@@ -42,7 +42,6 @@ def streams(runs: Measured[Norms]) -> Table:
         rows,
         "Length of the residual stream",
         f"Means over {measured} tokens of validation text.",
-        name="streams",
     )
 
 
@@ -63,7 +62,6 @@ def ratios(runs: Measured[Norms]) -> Table:
         "maps: after the block's last linear map over before its first; update: what is added to the residual stream "
         "(after minus before) over the stream; stream: the stream after the update over the stream before. The paper "
         "(0.5B) does not say which it means; its values for GPT+ are possible for maps only.",
-        name="ratios",
     )
 
 
@@ -79,14 +77,13 @@ def gammas(runs: Measured[Norms]) -> Table:
         rows,
         "Length of γ",
         "At the start every entry of γ is 1 and its length √d_m.",
-        name="gammas",
     )
 
 
-def by_group(runs: Measured[T], cell: Callable[[T, str], str], title: str, note: str, name: str) -> Table:
+def by_group(runs: Measured[T], cell: Callable[[T, str], str], title: str, note: str) -> Table:
     """A table with a row per group of matrices and a column per run."""
     rows = [(group, *(cell(found, group) for _, found in runs)) for group in GROUPS]
-    return Table(("", *(run.label for run, _ in runs)), rows, title, note, name=name)
+    return Table(("", *(run.label for run, _ in runs)), rows, title, note)
 
 
 def rows_on_bound(runs: Measured[Norms]) -> Table:
@@ -104,7 +101,6 @@ def rows_on_bound(runs: Measured[Norms]) -> Table:
         "Mean row norm by layer, and rows on the bound",
         f"The lowest and the highest layer. On the bound: length within {ON_BOUND:g} of 1 (nGPT keeps the columns of "
         "W_p and W_d at 1, and the rows of the other matrices).",
-        "rows",
     )
 
 
@@ -126,7 +122,6 @@ def factors(runs: Measured[tuple[MeasuredFactor, ...]]) -> Table:
         "The lowest and the highest layer, on validation text. 1/√E‖·‖² is what ν should be; of unit inputs: what it "
         "would be if the input had the length that the derivation assumes; ν·√E‖·‖² is 1 if ν is exact. spread: "
         "standard deviation over mean of the length. error: of the best constant against exact normalization.",
-        name="factors",
     )
 
 
@@ -148,7 +143,6 @@ def learned(runs: Measured[Learned]) -> Table:
         "Learned parameters",
         "The lowest and the highest layer, each a mean over dimensions; α starts at 0.05, g at √d_h, s_z at 1. Last "
         "column: rank correlation of |s_z| with how often its token occurs in the training text.",
-        name="learned",
     )
 
 
@@ -163,7 +157,6 @@ def moments(runs: Measured[Moments]) -> Table:
         "Variance of the first moment relative to its sum over training",
         "The highest value (as a multiple of the mean over training) and when it is reached, then the share of the sum "
         "in the first tenth of training (10 % if the variance is constant). Means over layers.",
-        "moments",
     )
 
 
@@ -185,7 +178,6 @@ def distribution_shift(runs: Measured[Robustness]) -> Table:
         "Mean residual norm on text and on repetitions of one token",
         "Mean over tokens and places (before each layer and after the last); std: over tokens at one place. "
         "change: the larger mean over the smaller.",
-        name="shift",
     )
 
 
@@ -203,7 +195,6 @@ def robustness(runs: Measured[Robustness]) -> Table:
         "Residual norms and loss on inputs unlike the training text",
         "change: ratio of the mean to that on text, the larger over the smaller; worst layer: where the stream that "
         "enters it changes most. In longer contexts only the positions beyond the trained context count.",
-        name="robustness",
     )
 
 
@@ -220,7 +211,6 @@ def attention(runs: Measured[tuple[LayerAttention, ...]]) -> Table:
         "Rows of the attention matrices",
         "√r·‖a_r‖: mean over all rows, and the lowest and highest head; 1 for dense attention. The other columns: the "
         "longest rows. tokens: 1/‖a_r‖², the effective number attended to.",
-        name="attention",
     )
 
 

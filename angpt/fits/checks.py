@@ -1,4 +1,4 @@
-"""Plausibility of the records of a fit: units, perplexities, and finite losses of runs that diverged.
+"""Plausibility of the records of a fit: comparable losses, units, perplexities, finite losses of runs that diverged.
 
 What cannot be right is an error, one line that says what to do; what is merely unusual is a note.
 """
@@ -13,7 +13,7 @@ from scipy.optimize import lsq_linear
 from angpt.errors import UserError
 from angpt.fits.powerlaw import Floats
 from angpt.fits.records import Record
-from angpt.present.words import plural, quantity
+from angpt.present.words import listed, plural, quantity
 
 FEWEST_PARAMETERS, FEWEST_TOKENS = 1e4, 1e3
 RATIO = 1e-3, 1e6
@@ -28,6 +28,18 @@ FAR = math.log(1.6)
 """Excess of log loss over that of similar runs beyond which a run counts as diverged."""
 STEEPEST = -0.5
 """Lowest plausible exponent of the loss over parameters or tokens."""
+
+
+def check_comparable(records: Sequence[Record]) -> None:
+    """Raise an error for runs whose losses cannot be compared: of other data, context, vocabulary or precision."""
+    known = [r for r in records if r.loss_settings and r.status != "unfinished"]
+    for record in known:
+        pairs = ((name, value, known[0].loss_settings[name]) for name, value in record.loss_settings.items())
+        if differ := [f"{name} ({first}, {value})" for name, value, first in pairs if value != first]:
+            raise UserError(
+                f"{known[0].source} and {record.source} differ in {listed(differ)}: their losses cannot be compared; "
+                "fit such runs separately"
+            )
 
 
 def check_units(records: Sequence[Record]) -> list[str]:

@@ -17,7 +17,7 @@ import numpy as np
 from angpt.errors import UserError
 from angpt.fits.interpolate import Curve
 from angpt.fits.plane import PlaneLaw, fit_plane
-from angpt.fits.records import Cell, Record, RunTable
+from angpt.fits.records import Cell, RunTable
 from angpt.present.words import label, quantity
 from angpt.stats import Interval, edge
 
@@ -152,20 +152,19 @@ class HparamFit:
 
 def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
     """The optimum of every size and budget, and the laws through them; `multiple` selects tokens per parameter."""
-    cells, lost = _chosen_budget(table, multiple)
+    cells = _chosen_budget(table, multiple)
     notes = list(table.notes)
     sizes: list[SizeFit] = []
     trends: list[Trend] = []
     several = 0
     for architecture in dict.fromkeys(cell.record.architecture for cell in cells):
         mine = [c for c in cells if c.record.architecture == architecture]
-        diverged = [r for r in lost if r.architecture == architecture]
         found: list[SizeFit] = []
         for n in sorted({c.record.parameters for c in mine}):
             budgets = by_budget([c for c in mine if c.record.parameters == n])
             for group in budgets:
                 best, chosen = _best_settings(group)
-                found.append(replace(fit_size(best, diverged), budgets=len(budgets)))
+                found.append(replace(fit_size(best), budgets=len(budgets)))
                 several += chosen
         sizes += found
         trend = fit_trend(architecture, found)
@@ -184,19 +183,17 @@ def fit_hparams(table: RunTable, multiple: float | None = None) -> HparamFit:
     return HparamFit(tuple(notes), tuple(trends), tuple(sizes))
 
 
-def _chosen_budget(table: RunTable, multiple: float | None) -> tuple[list[Cell], list[Record]]:
-    """The cells and diverged runs with `multiple` tokens per parameter, or all."""
+def _chosen_budget(table: RunTable, multiple: float | None) -> list[Cell]:
+    """The cells with `multiple` tokens per parameter, or all, and a cell with an infinite loss per diverged run."""
+    cells = [*table.cells, *(Cell(r, math.inf, 0, 1) for r in table.diverged if r.batch_tokens and r.lr)]
     if multiple is None:
-        return list(table.cells), list(table.diverged)
-
-    def near(record: Record) -> bool:
-        return abs(math.log(record.tokens / record.parameters / multiple)) <= SAME_BUDGET
-
-    cells = [c for c in table.cells if near(c.record)]
-    if not cells:
-        tried = sorted({float(f"{c.record.tokens / c.record.parameters:.3g}") for c in table.cells})
+        return cells
+    ratios = [c.record.tokens / c.record.parameters for c in cells]
+    chosen = [c for c, r in zip(cells, ratios, strict=True) if abs(math.log(r / multiple)) <= SAME_BUDGET]
+    if not chosen:
+        tried = sorted({float(f"{r:.3g}") for r in ratios})
         raise UserError(f"--multiple {multiple:g}: no run has this many tokens per parameter; there are {tried}")
-    return cells, [r for r in table.diverged if near(r)]
+    return chosen
 
 
 def by_budget(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -211,7 +208,7 @@ def by_budget(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _best_settings(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
-    """The best cell for each batch size and rate, and for how many of these there were several cells."""
+    """The best cell for each batch size and rate, and for how many of these several settings finished."""
 
     def key(cell: Cell) -> tuple[object, ...]:
         return cell.record.batch_tokens, cell.record.lr
@@ -219,26 +216,23 @@ def _best_settings(cells: Sequence[Cell]) -> tuple[list[Cell], int]:
     best: dict[tuple[object, ...], Cell] = {}
     for cell in sorted(cells, key=lambda c: c.log_loss):
         best.setdefault(key(cell), cell)
-    return list(best.values()), sum(count > 1 for count in Counter(map(key, cells)).values())
+    return list(best.values()), sum(n > 1 for n in Counter(key(c) for c in cells if c.seeds).values())
 
 
 def _or_problem(found: T | str) -> tuple[T | None, str | None]:
     return (None, found) if isinstance(found, str) else (found, None)
 
 
-def fit_size(cells: Sequence[Cell], diverged: Sequence[Record]) -> SizeFit:
+def fit_size(cells: Sequence[Cell]) -> SizeFit:
     """The optimum of one model size and budget. Settings at which any seed diverged count as diverged."""
-    first, tokens = cells[0].record, float(np.median([c.record.tokens for c in cells]))
-    diverged = [
-        r for r in diverged if r.parameters == first.parameters and abs(math.log(r.tokens / tokens)) <= 2 * SAME_BUDGET
-    ]
+    first = cells[0].record
+    tokens = float(np.median([c.record.tokens for c in cells if c.seeds] or [c.record.tokens for c in cells]))
     sweeps = []
     for batch in sorted({c.record.batch_tokens or 0.0 for c in cells}):
         mine = [c for c in cells if c.record.batch_tokens == batch]
-        tried = {r.lr or 0.0 for r in diverged if r.batch_tokens == batch}
-        lost = {c.record.lr or 0.0 for c in mine if c.diverged} | tried - {c.record.lr for c in mine}
+        lost = sorted(c.record.lr or 0.0 for c in mine if c.diverged)
         good = sorted((c.record.lr or 0.0, math.exp(c.log_loss)) for c in mine if not c.diverged)
-        sweeps.append(fit_sweep(batch, good, sorted(lost)))
+        sweeps.append(fit_sweep(batch, good, lost))
     flags = [f"batch of {quantity(s.batch_tokens)} tokens: {s.problem}" for s in sweeps if s.problem]
     flags += [
         f"batch of {quantity(s.batch_tokens)} tokens: the next higher rate diverged, so the best one itself is taken"

@@ -29,8 +29,9 @@ class Curve:
         return np.asarray(Akima1DInterpolator(self.x, self.y)(x))
 
     def minimiser(self) -> float:
-        """The x of the lowest value."""
+        """The x of the lowest value; of equally low points, one inside the grid counts."""
         pieces = Akima1DInterpolator(self.x, self.y)
         roots = pieces.derivative().roots(extrapolate=False)
-        candidates = np.r_[self.x, roots[np.isfinite(roots)]]  # a flat piece has NaN among its roots
+        roots = roots[np.isfinite(roots)]  # a flat piece has NaN among its roots
+        candidates = np.r_[self.x[1:-1], roots, self.x[[0, -1]]]  # argmin takes the first of equal values
         return float(candidates[np.argmin(pieces(candidates))])

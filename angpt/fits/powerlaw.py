@@ -39,18 +39,18 @@ class PowerLaw:
     """Lowest and highest x of the fitted points."""
     points: int
 
-    def log_at(self, x: float, new: bool = False) -> Interval:
-        """log y at x with its confidence interval, or with the prediction interval of a `new` point."""
+    def log_at(self, x: float) -> Interval:
+        """log y at x with its confidence interval."""
         distance = math.log(x) - self.center
-        variance = self.level_error**2 + (distance * self.exponent_error) ** 2 + (self.deviation**2 if new else 0.0)
+        variance = self.level_error**2 + (distance * self.exponent_error) ** 2
         return Interval.around(self.level + self.exponent * distance, math.sqrt(variance), self.freedom)
 
     def log_mean(self, x: Floats) -> Floats:
         """log y at each x, without intervals."""
         return self.level + self.exponent * (np.log(x) - self.center)
 
-    def at(self, x: float, new: bool = False) -> Interval:
-        return self.log_at(x, new).exp()
+    def at(self, x: float) -> Interval:
+        return self.log_at(x).exp()
 
     @property
     def prefactor(self) -> Interval:

@@ -10,8 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from angpt.config import settings_of
 from angpt.errors import UserError
-from angpt.fits.checks import check_units, mark_diverged
+from angpt.fits.checks import check_comparable, check_units, mark_diverged
 from angpt.fits.records import COLUMNS, Record, RunTable, Status, average
 
 ALIASES = {
@@ -49,6 +50,7 @@ def read_table(sources: Sequence[Path], needed: Iterable[str] = (), curves: bool
             raise UserError(f"{source}: has no runs")
         records += [_run_record(path, curves) for key, path in folders.items() if key not in seen]
         seen |= set(folders)
+    check_comparable(records)
     for name in needed:
         if missing := [r for r in records if r.status == "finished" and getattr(r, name) is None]:
             raise UserError(
@@ -70,7 +72,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 def _run_record(path: Path, curves: bool) -> Record:
     from angpt.models.decoder import attention_flops
-    from angpt.training.record import RunRecord
+    from angpt.training.record import LOSS_SETTINGS, RunRecord
 
     record = RunRecord.open(path)
     config, summary, model = record.config, record.summary, record.config.model
@@ -84,8 +86,9 @@ def _run_record(path: Path, curves: bool) -> Record:
         # The planned budget, also for a run that diverged: it groups the run with others of this budget.
         tokens = summary.steps * float(config.batch_tokens or summary.tokens / summary.step)
         parameters, flops = float(summary.parameters), float(summary.flops_per_token) * tokens
+    known = settings_of(config) | {"data.path": str(Path(config.data.path))}
     # Settings that distinguish runs, besides those with a column; logging and checkpoints do not.
-    other: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("model", "data", "optimizer")}
+    other: dict[str, Any] = {name: asdict(getattr(config, name)) for name in ("model", "optimizer")}
     del other["model"]["architecture"], other["optimizer"]["lr"]
     evaluations = record.evaluations if curves and status == "finished" else ()
     table = float(model.vocab_size * model.d_model)
@@ -105,6 +108,7 @@ def _run_record(path: Path, curves: bool) -> Record:
         attention_flops=float(attention_flops(model, model.context)),
         flops=flops,
         curve=tuple((float(e.tokens), e.loss) for e in evaluations),
+        loss_settings={name: known[name] for name in LOSS_SETTINGS},
     )
 
 

@@ -5,9 +5,9 @@ Notes say which runs were left out or merged; every output repeats them.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from angpt.errors import UserError
 from angpt.present.words import LABELS
@@ -56,6 +56,8 @@ class Record:
     flops: float | None = None
     curve: tuple[tuple[float, float], ...] = ()
     """(tokens, loss) of every evaluation, the last included; empty if unknown or not read."""
+    loss_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that define the loss, such as the data; empty if unknown."""
 
     @property
     def point(self) -> tuple[object, ...]:

@@ -34,7 +34,6 @@ class Table:
     """Indices of the columns aligned to the left; the others are aligned to the right."""
     prose: bool = False
     """True if cells are sentences: the terminal wraps them and separates rows by an empty line."""
-    name: str = ""
 
     def rich(self) -> "RichTable":
         """The table for a terminal."""

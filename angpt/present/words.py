@@ -25,6 +25,7 @@ def label(recipe: str) -> str:
 
 def quantity(number: float) -> str:
     """A count with three digits and a unit: 400k, 1.5M, 2B, 1T."""
+    number = float(f"{number:.3g}")  # rounded first: 999,999 is 1M
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -44,7 +45,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return NONE
     if abs(value) < 1e-6:
         return "0"
-    return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:#.{digits}g}".removesuffix(".")
+    text = f"{value:#.{digits}g}".removesuffix(".")
+    return f"{value:,.0f}" if "e+" in text else text
 
 
 def percent(value: float | None, digits: int = 1) -> str:

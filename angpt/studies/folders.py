@@ -14,13 +14,11 @@ from angpt.studies.grid import Group, short
 from angpt.studies.jobs import Job
 from angpt.studies.search import Optimum
 from angpt.studies.summarise import Chosen, run_result, summarise
+from angpt.training.record import LOSS_SETTINGS
 from angpt.training.run import Run
 
 SIZE = "size"
-SHARED = (
-    SIZE, "model.d_ff", "model.vocab_size", "model.context", "data.path", "data.mask_documents", "data.tuning_split",
-    "eval_tokens", "device", "precision",
-)  # fmt: skip
+SHARED = (SIZE, "model.d_ff", *LOSS_SETTINGS, "device")
 """Settings that runs must share to be compared; where they differ, each value has its own table and verdict."""
 IGNORED = (*MACHINE_SETTINGS, *RECORDS, "record_moments", "model.architecture", "tokens", "seed")
 """Settings that do not change the loss, and those that rows have anyway."""

@@ -23,6 +23,11 @@ MOST_RECORDS = 1024
 KIND = b'{"kind": "'
 """How every line begins."""
 KINDS = ("train", "val", "layers", "moments", "fp8")
+LOSS_SETTINGS = (
+    "model.vocab_size", "model.context", "data.path", "data.mask_documents", "data.tuning_split", "eval_tokens",
+    "precision",
+)  # fmt: skip
+"""Settings that define the validation loss: losses of runs that differ in them cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ TOO_LARGE: Finding = ("", paper.NOT_HERE)
 def exhibits(results: Results) -> Table:
     """Every table and figure of the paper with a verdict."""
     ablations = "[table](#ablations)"
+    steps = improvements(results, "gpt+/no-qk-norm", paper.STEPS)
+    related = improvements(results, "gpt+", paper.RELATED)
     speed = {name: speed_up(results, name) for name in paper.SPEED_UPS}
     time = {name: step_time(results, name) for name in paper.STEP_TIMES}
     inside = {start: claim(results, start) for start in CLAIMS}
@@ -38,8 +40,8 @@ def exhibits(results: Results) -> Table:
         ("Table 2", "a step of anGPT takes at most 2.75 % more time than one of GPT+", time["angpt"]),
         ("Table 2", "a step of nGPT takes at most 9.60 % more time than one of GPT+", time["ngpt"]),
         ("Figures 4, J.1, Table J.1", "scaling laws from 32M to 1B have nearly equal exponents", TOO_LARGE),
-        ("Figure 5", "steps from GPT to anGPT", (ablations, worst(results, "gpt+/no-qk-norm", paper.STEPS))),
-        ("Figure A.1", "DyT is worse than GPT+, LN scaling equal", (ablations, worst(results, "gpt+", paper.RELATED))),
+        ("Figure 5", "steps from GPT to anGPT", (ablations, worst(steps))),
+        ("Figure A.1", "DyT is worse than GPT+, LN scaling equal", (ablations, worst(related))),
         ("Figure B.1", "Adam's first moment spikes early in GPT+, not in anGPT", inside["Adam's first moment"]),
         ("Figure B.2", "without warm-up the peaks are higher", inside["Without warm-up"]),
         ("Figure C.1", "γ of GPT+ grows with the input norm", inside["γ of GPT+"]),
@@ -49,7 +51,7 @@ def exhibits(results: Results) -> Table:
         ("Figure H.2", "anGPT needs 2.0 times fewer tokens than GPT+ without QK norm", TOO_LARGE),
         ("Figure I.1", "the speed-up is the same at 250M and 1B", TOO_LARGE),
         ("Table K.1", "anGPT is better than GPT+ on tasks", tasks_verdict(results)),
-        ("Table L.1", "the factors matter, above all that of the residual", (ablations, worst_ablation(results))),
+        ("Table L.1", "the factors matter, above all that of the residual", (ablations, worst(ablation(results)))),
         ("Figure M.1", "α rises from 0.05 to 0.12–0.25", inside["α rises"]),
         ("Table N.1", "output over input norm of blocks is near 1 in anGPT", inside["Output over input norm"]),
         ("Table N.2", "a constant is within 2 % of the norm that it replaces", inside["The error of a constant"]),
@@ -171,14 +173,9 @@ ORDER = (paper.FAILS, paper.DIVERGED, paper.NOT_RUN, paper.OPEN, paper.WEAK, pap
 """Verdicts from the one that decides for a whole table to the one that all of its rows must have."""
 
 
-def worst(results: Results, base: Recipe, of_paper: dict[str, float]) -> str:
-    found = [row[-1] for row in improvements(results, base, of_paper).rows[1:]]
-    return min(found, key=ORDER.index)
-
-
-def worst_ablation(results: Results) -> str:
-    found = [row[-1] for row in ablation(results).rows if row[-1]]
-    return min(found, key=ORDER.index)
+def worst(table: Table) -> str:
+    """The verdict on a whole table; the row of its baseline has none."""
+    return min((row[-1] for row in table.rows if row[-1]), key=ORDER.index)
 
 
 MOST_TASKS = 4

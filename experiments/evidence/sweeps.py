@@ -1,5 +1,6 @@
 """Laws of the best learning rate and batch of anGPT, fitted to all sweeps in docs/evidence, as tables."""
 
+import math
 from functools import cache
 
 from angpt.fits.hparams import SETTINGS, FittedLaw, HparamFit, SizeFit, Sweep, fit_hparams
@@ -44,7 +45,7 @@ def batches() -> Table:
 
 
 def _row(size: SizeFit, tried: list[float]) -> tuple[str, ...]:
-    lowest = min(min(sweep.losses) for sweep in size.sweeps)
+    lowest = min((loss for sweep in size.sweeps for loss in sweep.losses), default=math.inf)
     of_batch = {sweep.batch_tokens: _loss(sweep, lowest) for sweep in size.sweeps}
     best = "not inside" if size.optimum is None else f"{size.optimum.batch_tokens:,.0f}"
     model = label(size.architecture), quantity(size.parameters), quantity(size.tokens)
@@ -52,6 +53,8 @@ def _row(size: SizeFit, tried: list[float]) -> tuple[str, ...]:
 
 
 def _loss(sweep: Sweep, lowest: float) -> str:
+    if not sweep.losses:
+        return "diverged"
     loss = min(sweep.losses)
     text = f"{loss:.3f}" + ("†" if sweep.minimum is None else "")
     return f"**{text}**" if loss == lowest else text

@@ -3,7 +3,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from angpt.analysis.inputs import Condition, Missing, TextSource, conditions, text_batches, token_counts
+from angpt.analysis.inputs import (
+    Condition,
+    Missing,
+    TextSource,
+    condition_batches,
+    conditions,
+    text_batches,
+    token_counts,
+)
+from angpt.data.loader import document_numbers
 from angpt.data.shards import TokenData
 from angpt.data.tokenizers import load_tokenizer
 
@@ -58,6 +67,17 @@ def test_text_comes_in_windows_with_their_targets(source):
             assert any(stream[i : i + 17] == text for i in range(len(stream)))
             assert target == text[1:]
     assert batches[0].documents is None
+
+
+def test_attention_stays_inside_documents_of_text_as_in_training(source, monkeypatch):
+    monkeypatch.setattr(TokenData, "eot", 1)  # that of prepared data
+    masked = dataclasses.replace(source, mask_documents=True)
+    found = by_name(masked)
+    longer = (next(condition_batches(found[f"context × {times}"], 64)) for times in (2, 4))
+    for batch in (next(text_batches(masked, 64, 64)), *longer):
+        assert batch.documents.max() > 0
+        assert (batch.documents == document_numbers(batch.inputs, 1)).all()
+    assert next(condition_batches(found["random"], 64)).documents is None
 
 
 def test_every_kind_of_input_is_what_it_says(source):

@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 import tyro
 
@@ -40,10 +37,3 @@ def test_name_of_the_folder(tmp_path):
     for sources in ((), ("a", "b")):
         with pytest.raises(UserError, match="give one source"):
             default_name(sources)
-
-
-def test_the_command_is_light():
-    """`angpt --help` loads it with all other commands, and must not wait for torch or SciPy."""
-    script = "import sys, angpt.cli.main; print({'torch', 'scipy', 'tokenizers', 'pyarrow'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

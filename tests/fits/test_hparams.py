@@ -12,6 +12,7 @@ from scipy.interpolate import Akima1DInterpolator
 from angpt.config import ModelConfig, TrainConfig
 from angpt.errors import UserError
 from angpt.fits.hparams import SETTINGS, Best, fit_hparams, fit_law, fit_sweep
+from angpt.fits.output import hparam_tables
 from angpt.fits.plane import fit_plane
 from angpt.fits.records import Record, average
 from angpt.fits.rules import RULES, write_rules
@@ -142,6 +143,7 @@ def test_an_edge_that_is_better_still_refuses_the_size():
     ("points", "diverged", "lr", "bounded", "problem"),
     [
         ([(1, 3.0), (2, 2.9), (4, 3.0)], [], 2.0, False, None),
+        ([(1, 3.0), (2, 3.0), (4, 3.0), (8, 3.1)], [], 2.0, False, None),
         ([(1, 3.0), (2, 2.9)], [4], 2.0, True, None),
         ([(1, 3.0), (2, 2.9), (4, 2.8)], [8], 4.0, True, None),
         ([(1, 3.0), (2, 2.9), (4, 2.8)], [0.5], None, None, "at the high edge"),
@@ -197,6 +199,23 @@ def test_a_rate_at_which_a_seed_diverged_counts_as_diverged():
     ]
     sweep = next(s for s in fit(spoilt).sizes[0].sweeps if high in s.diverged)
     assert high not in sweep.lrs
+
+
+def test_batches_and_sizes_of_which_all_runs_diverged_are_told():
+    def diverged(record):
+        return record.parameters == SIZES[0] or record.batch_tokens == 131072
+
+    records = sweep_records(VALLEY, SIZES[:3], batches=7)
+    assert {r.parameters for r in records if r.batch_tokens == 131072} == {*SIZES[:3]}
+    found = fit([dataclasses.replace(r, loss=math.nan, status="diverged") if diverged(r) else r for r in records])
+    assert [len(size.sweeps) for size in found.sizes] == [7, 7, 7]
+    lost = [s for size in found.sizes for s in size.sweeps if not s.losses]
+    assert len(lost) == 7 + 2
+    assert all(len(s.diverged) == 5 and s.problem == "all 5 rates diverged; try lower ones" for s in lost)
+    assert "anGPT 62M: batch of 131k tokens: all 5 rates diverged; try lower ones" in found.notes
+    assert ("anGPT 32M", "640M", "131k", "none", "", "") in hparam_tables(found)[0].rows
+    assert found.sizes[0].problem.startswith("0 of 7 batch sizes have a best rate inside their grid")
+    assert not any("several other settings" in note for note in found.notes)
 
 
 def test_of_several_settings_the_best_is_taken():

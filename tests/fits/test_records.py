@@ -23,7 +23,7 @@ def write(path, text):
     return path
 
 
-def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, optimizer="adam", **model):
+def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, optimizer="adam", settings=None, **model):
     config = TrainConfig(
         model=dataclasses.replace(MODEL, **model),
         optimizer=OptimizerConfig(name=optimizer, lr=lr),
@@ -32,7 +32,7 @@ def make_run(folder, status="finished", loss=3.0, seed=0, lr=0.01, optimizer="ad
         seed=seed,
         device="cpu",
     )
-    plan = make_plan(config)
+    plan = make_plan(config.with_settings(settings or {}))
     run = Run.create(folder, plan.config)
     lines = [{"kind": "val", "step": s, "tokens": 640 * s, "val_loss": loss + 10 - s, "seconds": 1.0} for s in (5, 10)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind"')
@@ -74,6 +74,32 @@ def test_optimizers_are_told_apart(tmp_path):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", optimizer="muon")
     assert read_table([tmp_path]).architectures() == ["angpt", "angpt:muon"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "differ"),
+    [
+        ({"eval_tokens": 1024}, "eval_tokens (1048576, 1024)"),
+        ({"precision": "bf16"}, "precision (fp32, bf16)"),
+        ({"model.vocab_size": 128, "model.context": 64}, "model.vocab_size (64, 128) and model.context (32, 64)"),
+        (
+            {"data.path": "data/b", "data.mask_documents": True, "data.tuning_split": 0.1},
+            "data.path (data/stdlib, data/b), data.mask_documents (False, True) and data.tuning_split (0.0, 0.1)",
+        ),
+    ],
+)
+def test_runs_whose_losses_cannot_be_compared_are_refused(tmp_path, settings, differ):
+    one, two = make_run(tmp_path / "a"), make_run(tmp_path / "b", d_model=32, settings=settings)
+    with pytest.raises(UserError, match=re.escape(f"{one} and {two} differ in {differ}: their losses cannot be")):
+        read_table([one, two])
+    (two / "summary.json").unlink()  # unfinished: left out
+    assert len(read_table([one, two]).cells) == 1
+
+
+def test_the_same_data_by_another_path_is_the_same(tmp_path):
+    for seed, path in enumerate(("data/x", "./data/x")):
+        make_run(tmp_path / f"s{seed}", seed=seed, settings={"data.path": path})
+    assert [cell.seeds for cell in read_table([tmp_path]).cells] == [2]
 
 
 def test_compute_of_a_run_is_that_of_the_model(tmp_path):

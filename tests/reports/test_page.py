@@ -368,6 +368,7 @@ def test_two_folders_of_one_name_are_an_error(complete: Written, tmp_path: Path)
 
 def test_numbers_read_well() -> None:
     assert [text.quantity(n) for n in (950, 400_000, 1_500_000, 2_000_000_000)] == ["950", "400k", "1.5M", "2B"]
+    assert [text.quantity(n) for n in (999.7, 999_499, 999_999, 999_817_216)] == ["1k", "999k", "1M", "1B"]
     assert [text.duration(s) for s in (1.25, 119, 150, 7300)] == ["1.2 s", "119.0 s", "2.5 min", "2.0 h"]
     assert text.interval(Interval(2.34567, None, None, 1), 4) == "2.3457"
     assert text.overhead(Interval(-0.0312, -0.041, -0.021, 3)) == "−3.1 % ± 1.0 %"
