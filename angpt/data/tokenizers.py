@@ -38,6 +38,16 @@ def fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
+def with_fingerprint(tokenizer: Tokenizer, known: str | None) -> Tokenizer | None:
+    """The tokenizer if it has this fingerprint, or has it without its post-processor; None if it is another one.
+
+    Post-processors add special tokens, which nothing here asks for; transformers writes one into files without any.
+    """
+    if known not in (None, fingerprint(tokenizer)):
+        tokenizer.post_processor = None
+    return tokenizer if known in (None, fingerprint(tokenizer)) else None
+
+
 def end_token(tokenizer: Tokenizer) -> int | None:
     """Id of the end-of-text token; None if the tokenizer has none."""
     ids = map(tokenizer.token_to_id, END_NAMES)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import load_tokenizer, with_fingerprint
 from angpt.errors import UserError
 from angpt.evaluation.results import Evaluated, read_results
 from angpt.evaluation.scoring import Model
@@ -42,8 +42,8 @@ class Subject:
         if given is None and self.tokenizer_path is None:
             beside = " nor in ".join(str(folder) for folder in (self.path, self.data) if folder is not None)
             raise UserError(f"{self.path}: no {TOKENIZER} in {beside}; name the file with --tokenizer")
-        tokenizer = load_tokenizer(given or str(self.tokenizer_path))
-        if self.model.tokenizer not in (None, fingerprint(tokenizer)):
+        tokenizer = with_fingerprint(load_tokenizer(given or str(self.tokenizer_path)), self.model.tokenizer)
+        if tokenizer is None:
             raise UserError(
                 f"{given or self.tokenizer_path}: is not the tokenizer that {self.path} was trained with; "
                 "name that one with --tokenizer"

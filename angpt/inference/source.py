@@ -14,7 +14,7 @@ from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import load_tokenizer, with_fingerprint
 from angpt.errors import UserError
 from angpt.inference import store
 from angpt.inference.fold import fold
@@ -82,8 +82,8 @@ class Source:
         if self.tokenizer_path is None:
             where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
             raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the {TOKENIZER} of its data there")
-        tokenizer = load_tokenizer(self.tokenizer_path)
-        if self.training.tokenizer_fingerprint not in (None, fingerprint(tokenizer)):
+        tokenizer = with_fingerprint(load_tokenizer(self.tokenizer_path), self.training.tokenizer_fingerprint)
+        if tokenizer is None:
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
         return tokenizer
 

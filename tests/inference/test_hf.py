@@ -18,7 +18,7 @@ from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.inference import hf, store
 from angpt.inference.fold import fold
-from angpt.inference.generate import generate
+from angpt.inference.generate import generate, generate_text
 from angpt.inference.sampling import GREEDY
 from angpt.inference.source import open_source
 from angpt.models import variants
@@ -192,8 +192,10 @@ def test_an_import_has_the_same_bytes(root: Path, tmp_path: Path, name: str) -> 
     assert export.sha256() == open_source(run.path).sha256() == open_source(tmp_path / "back").sha256()
 
 
-def test_what_transformers_saved_again_can_be_imported(root: Path, used: dict[str, Any], tmp_path: Path) -> None:
-    """In several files, without tokenizer and configuration of the run."""
+def test_what_transformers_saved_again_can_be_used_and_imported(
+    root: Path, used: dict[str, Any], tmp_path: Path
+) -> None:
+    """In several files, without the configuration of the run; the tokenizer gets a post-processor that adds nothing."""
     again = root / "hf" / "angpt-again"
     assert len(list(again.glob("*.safetensors"))) > 1
     hf.import_run(open_source(again), tmp_path / "back")
@@ -201,6 +203,12 @@ def test_what_transformers_saved_again_can_be_imported(root: Path, used: dict[st
     assert tensors.keys() == byte_model().state_dict().keys()
     assert all(torch.equal(tensors[n], t) for n, t in byte_model().state_dict().items())
     assert Run.open(tmp_path / "back").config().model == byte_model().cfg
+    assert json.loads((again / "tokenizer.json").read_text())["post_processor"] is not None
+    texts = [
+        generate_text(source.decoder(), source.tokenizer(), ["x"], 9, GREEDY)[0].text
+        for source in map(open_source, (root / "runs" / "angpt", again, tmp_path / "back"))
+    ]
+    assert len(set(texts)) == 1
 
 
 @torch.no_grad()
