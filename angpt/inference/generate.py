@@ -251,7 +251,8 @@ class Writer:
         longest = max(map(len, self.stop), default=1)
         start = max(0, len(self.text) - longest + 1)
         self.text += piece
-        self.before, self.pending = (self.before + self.pending)[-MAX_CHARACTER_TOKENS:], []
+        # A piece of text is enough of what came before, and it begins with a whole character.
+        self.before, self.pending = (self.pending if piece else self.before + self.pending), []
         places = [place for s in self.stop if (place := self.text.find(s, start)) >= 0]
         if places:
             self.stopped = True

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -414,12 +415,32 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 
 def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:
-    from tokenizers import Tokenizer, decoders, models
-
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
     words.decoder = decoders.Metaspace()
     writer = Writer(words, (), None)
     assert [writer.add([t]) for t in (0, 1, 2, 0)] == ["the", " cat", "s", " the"]
+
+
+def spaced_words() -> Tokenizer:
+    """A tokenizer like those of SentencePiece: a space begins each text, and unknown characters are bytes."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"▁": 257, "a": 258, "é": 259}
+    words = Tokenizer(models.BPE(vocab | {"▁a": 260}, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(decoder)
+    return words
+
+
+WORDS = spaced_words()
+
+
+@given(st.text(st.one_of(st.sampled_from(" aé漢🙂"), st.characters(codec="utf-8", exclude_characters="\ufffd"))))
+def test_the_pieces_of_any_text_are_its_text(text: str) -> None:
+    for tokenizer in (BYTES, WORDS):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        writer = Writer(tokenizer, (), None)
+        pieces = [writer.add([token]) for token in ids]
+        assert "".join(pieces) + writer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:
