@@ -165,7 +165,7 @@ def generate_text(
     if any(not s for s in stop):
         raise UserError("a stop string must not be empty")
     rows = [encode(tokenizer, prompt, end) for prompt in prompts]
-    writers = [Writer(tokenizer, tuple(stop), end) for _ in rows]
+    writers = [Writer(tokenizer, row, tuple(stop), end) for row in rows]
 
     def watch(row: int, tokens: list[int]) -> bool:
         piece = writers[row].add(tokens)
@@ -216,6 +216,8 @@ class Writer:
     """Decodes the tokens of a row into text piece by piece, and finds stop strings in it."""
 
     tokenizer: Tokenizer
+    before: list[int]
+    """Tokens before `pending`, at first the prompt: a decoder may treat the first token of a text differently."""
     stop: tuple[str, ...]
     end: int | None
     text: str = ""
@@ -224,8 +226,10 @@ class Writer:
     """Number of characters that have been returned."""
     pending: list[int] = field(default_factory=list)
     """Tokens that may end inside a character."""
-    before: list[int] = field(default_factory=list)
-    """The tokens just before `pending`: a decoder may treat the first token of a text differently."""
+
+    def __post_init__(self) -> None:
+        if self.before == [self.end]:  # an empty prompt
+            self.before = []
 
     def add(self, tokens: list[int]) -> str:
         """The next text, except what may be an incomplete character or the start of a stop string."""

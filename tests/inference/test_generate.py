@@ -381,7 +381,7 @@ def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
 
 @given(st.lists(st.text("abc", min_size=1), max_size=4), st.lists(st.text("abc", max_size=12), max_size=8))
 def test_what_may_begin_a_stop_string_is_held_back(stop: list[str], pieces: list[str]) -> None:
-    writer, text, stopped = Writer(BYTES, tuple(stop), END), "", False
+    writer, text, stopped = Writer(BYTES, [], tuple(stop), END), "", False
     for piece in pieces:
         writer.add(list(piece.encode()))
         for character in "" if stopped else piece:
@@ -409,7 +409,7 @@ def test_long_stop_strings_are_not_compared_prefix_by_prefix() -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    writer = Writer(BYTES, (), END)
+    writer = Writer(BYTES, [], (), END)
     made = "".join(writer.add([0xE2]) for _ in range(20)) + writer.add([ord("a")]) + writer.finish()
     assert made == "\ufffd" * 20 + "a"
 
@@ -417,7 +417,7 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
     words.decoder = decoders.Metaspace()
-    writer = Writer(words, (), None)
+    writer = Writer(words, [], (), None)
     assert [writer.add([t]) for t in (0, 1, 2, 0)] == ["the", " cat", "s", " the"]
 
 
@@ -438,9 +438,16 @@ WORDS = spaced_words()
 def test_the_pieces_of_any_text_are_its_text(text: str) -> None:
     for tokenizer in (BYTES, WORDS):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        writer = Writer(tokenizer, (), None)
+        writer = Writer(tokenizer, [], (), None)
         pieces = [writer.add([token]) for token in ids]
         assert "".join(pieces) + writer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_space_between_a_prompt_and_its_text_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = WORDS.encode("é aé", add_special_tokens=False).ids
+    monkeypatch.setattr(module, "generate", lambda *_, **__: [written] * 3)
+    found = generate_text(None, WORDS, ["a", "a 漢" * 9, ""], 9, end=0)  # type: ignore[arg-type]
+    assert [t.text for t in found] == [" é aé", " é aé", "é aé"]
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:

@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 
 from angpt.errors import UserError
-from angpt.inference.generate import Text
+from angpt.inference.generate import Text, Writer
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.folded import Folded
+from angpt.serving import server as module
 from angpt.serving.limits import Limits
 from angpt.serving.protocol import Refused
 from angpt.serving.scheduler import Piece
@@ -97,6 +98,13 @@ def test_the_text_is_that_of_generate(running: Running, alone: Callable[..., Tex
     assert found["choices"] == [choice]
     usage = {"prompt_tokens": 4, "completion_tokens": expected.tokens, "total_tokens": 4 + expected.tokens}
     assert found["usage"] == usage
+
+
+def test_a_text_is_decoded_as_what_follows_its_prompt(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[list[int]] = []
+    monkeypatch.setattr(module, "Writer", lambda *args: before.append(args[1]) or Writer(*args))
+    complete(running, prompt=["ab", "c"], n=2)
+    assert before == [[97, 98], [97, 98], [99], [99]]
 
 
 def test_the_model_is_sampled_as_openai_documents_unless_told_otherwise(
