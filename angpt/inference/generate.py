@@ -182,7 +182,7 @@ def generate_text(
         if (rest := writer.finish()) and emit is not None:
             emit(row, rest)
         ended = tokens[-1:] == [end]
-        texts.append(Text(writer.text, len(tokens), "stop" if writer.stopped else "end" if ended else "length"))
+        texts.append(Text(writer.text, writer.tokens, "stop" if writer.stopped else "end" if ended else "length"))
     return texts
 
 
@@ -221,6 +221,8 @@ class Writer:
     stop: tuple[str, ...]
     end: int | None
     text: str = ""
+    tokens: int = 0
+    """Number of tokens up to the end of the row or of a stop string."""
     stopped: bool = False
     returned: int = 0
     """Number of characters that have been returned."""
@@ -234,7 +236,10 @@ class Writer:
     def add(self, tokens: list[int]) -> str:
         """The next text, except what may be an incomplete character or the start of a stop string."""
         for token in tokens:
-            if self.stopped or token == self.end:
+            if self.stopped:
+                break
+            self.tokens += 1
+            if token == self.end:
                 break
             self.pending.append(token)
             self._decode(at_end=False)

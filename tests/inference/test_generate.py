@@ -374,6 +374,25 @@ def test_characters_of_several_tokens_come_whole(monkeypatch: pytest.MonkeyPatch
     assert pieces == list(text)
 
 
+@pytest.mark.parametrize("every", [1, 16])
+def test_tokens_are_counted_up_to_the_stop_string_however_many_are_read(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    rows = {0: b"one two three", 1: b"t\0"}
+
+    def fake(*_: object, watch: module.Watch, **__: object) -> list[list[int]]:
+        made: list[list[int]] = []
+        for row, text in rows.items():
+            tokens = [END if byte == 0 else byte for byte in text]
+            made.append(tokens)
+            any(watch(row, tokens[start : start + every]) for start in range(0, len(tokens), every))
+        return made
+
+    monkeypatch.setattr(module, "generate", fake)
+    found = generate_text(None, BYTES, ["a", "b"], 20, end=END, stop=("two",))  # type: ignore[arg-type]
+    assert [(t.text, t.tokens, t.reason) for t in found] == [("one ", 7, "stop"), ("t", 2, "end")]
+
+
 def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
     """Longest end of the text that begins a stop string: every prefix of every string is compared."""
     return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
