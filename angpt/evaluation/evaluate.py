@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from angpt.config import Device, Precision
 from angpt.data.shards import TokenData
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import fingerprint, load_tokenizer, were_made_with
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.requests import Origin, Requests, Scored, Scores
@@ -130,7 +130,7 @@ class Evaluator:
             if same and settings.accepts(old.precision):
                 self.display.note(f"  {folder}: known already")
                 return
-        if None not in (data.tokenizer_fingerprint, about.tokenizer) and data.tokenizer_fingerprint != about.tokenizer:
+        if not were_made_with(data, about.tokenizer):
             raise UserError(f"{folder}: was prepared with a tokenizer other than that of {self.subject.path}")
         if data.max_token >= about.vocab_size:
             raise UserError(f"{folder}: has token {data.max_token}, but the model's vocabulary is {about.vocab_size}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from angpt.config import TrainConfig
 from angpt.constraints import is_matrix, largest_violation
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import end_token, vocab_size
+from angpt.data.tokenizers import end_token, fingerprint, vocab_size
 from angpt.errors import UserError
 from angpt.inference.card import Evaluation, model_card
 from angpt.inference.fold import fold
@@ -52,17 +52,20 @@ def export(source: Source, folder: Path, evaluation: Evaluation = (), engine: bo
     model = source.decoder()
     fold(model)  # checks that the design describes the model
     tokenizer = source.tokenizer() if source.tokenizer_path is not None else None
-    end = None if tokenizer is None else end_token(tokenizer)
+    end, training = None if tokenizer is None else end_token(tokenizer), source.training
     if tokenizer is not None and vocab_size(tokenizer) > source.cfg.vocab_size:
         raise UserError(f"{source.tokenizer_path}: has more tokens than the model's vocabulary")
+    if tokenizer is not None and tokenizer.num_special_tokens_to_add(is_pair=False):
+        tokenizer.post_processor = None  # transformers would add tokens that the model has not seen
+        training = replace(training, tokenizer_fingerprint=fingerprint(tokenizer))
     with new_folder(folder) as part:
         save_tensors(with_plain_head(model) if engine else model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
-        write_json(part / EXPORT_CONFIG, config_json(model, end, source.training, engine))
+        write_json(part / EXPORT_CONFIG, config_json(model, end, training, engine))
         sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
         write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
-        if tokenizer is not None and source.tokenizer_path is not None:
-            shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
+        if tokenizer is not None:
+            write_atomically(part / TOKENIZER, tokenizer.to_str())
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
         if (run_config := run_configuration(source)) is not None:
             write_atomically(part / RUN_CONFIG, to_toml(run_config))

@@ -12,10 +12,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.evaluation.evaluate import evaluate
 from angpt.inference import hf, store
 from angpt.inference.fold import fold
 from angpt.inference.generate import generate, generate_text
@@ -25,6 +27,7 @@ from angpt.models import variants
 from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.variants import ARCHITECTURES
 from angpt.training.run import Run
+from tests.data.corpora import prepare
 from tests.inference.conftest import byte_model, write_run
 
 pytest.importorskip("transformers")
@@ -218,6 +221,27 @@ def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> Non
     hf.export(source, tmp_path / "twice")
     for name in ("model.safetensors", "config.json", "run.toml", "tokenizer.json"):
         assert (tmp_path / "twice" / name).read_bytes() == (source.path / name).read_bytes()
+
+
+def test_a_tokenizer_that_adds_tokens_is_exported_so_that_it_adds_none(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, corpus = load_tokenizer("bytes"), tmp_path / "text.txt"
+    end = ("<|endoftext|>", 256)
+    tokenizer.post_processor = TemplateProcessing(single=f"{end[0]} $A", pair="$A $B", special_tokens=[end])
+    assert tokenizer.encode("ab").ids == [256, 97, 98]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    corpus.write_text("some text\n" * 99)
+    prepare((str(corpus),), tmp_path / "data", tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0.5)
+    run = write_run(tmp_path / "run", byte_model(), tokenizer=tokenizer)
+    hf.export(open_source(run.path), tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)("ab").input_ids == [97, 98]
+    hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    for folder in (run.path, tmp_path / "hf", tmp_path / "back"):
+        assert open_source(folder).tokenizer().encode("ab", add_special_tokens=False).ids == [97, 98]
+        assert evaluate(folder, data=[tmp_path / "data"])[0].losses
+    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "back")
+    assert open_source(tmp_path / "back").tokenizer().encode("ab").ids == [97, 98]
 
 
 def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:

@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_model_is_explained(tmp_path: Path) -> None:
     config = run.path / "config.toml"
     text = config.read_text()
     config.write_text(text.replace("d_model = 32", "d_model = 64"))
-    with pytest.raises(UserError, match="was trained with .model.d_model = 64, not 32"):
+    with pytest.raises(UserError, match=r"was trained with .model.d_model = 64, not 32"):
         open_source(run.path)
     config.write_text(text)
     state = checkpoint.State(9, "angpt", 0, 1.0, None, "", None, {}, run.config())
