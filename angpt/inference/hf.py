@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from angpt.config import TrainConfig
+from angpt.config import DataConfig, TrainConfig
 from angpt.constraints import is_matrix, largest_violation
 from angpt.data.shards import TOKENIZER
 from angpt.data.tokenizers import end_token, fingerprint, vocab_size
@@ -166,7 +166,8 @@ def import_run(source: Source, folder: Path) -> None:
     if source.kind != "export":
         raise UserError(f"{source.path}: is not an export but a {source.kind}")
     model = source.decoder()
-    config = run_configuration(source) or TrainConfig(model=source.cfg)
+    data = DataConfig(mask_documents=source.training.mask_documents)
+    config = run_configuration(source) or TrainConfig(model=source.cfg, data=data)
     if config.model != source.cfg:
         raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} describe different models")
     if (violation := largest_violation(model)) > LARGEST_ROUNDING:

@@ -123,7 +123,8 @@ def _open_run(path: Path) -> Source:
     state = checkpoint.read_state(newest, verify=False)
     checkpoint.check_config(newest, state, config)
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
-    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
+    mask = config.data.mask_documents
+    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint, mask)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
     return Source(path, "run", config.model, (newest,), tokenizer, training)
 
