@@ -65,10 +65,10 @@ def open_subject(path: Path) -> Subject:
         model, load, mask = results.model, partial(_no_weights, path), False
     else:
         config, tokenizer = run_configuration(source), source.tokenizer_path
-        cfg, known = source.cfg, source.training.tokenizer_fingerprint
+        cfg, known = source.cfg, source.recorded.tokenizer_fingerprint
         name = source.path.resolve().name
         model = Evaluated(name, source.kind, source.sha256(), cfg.context, cfg.vocab_size, known)
-        load, mask = partial(_load, source), source.training.mask_documents
+        load, mask = partial(_load, source), source.recorded.mask_documents
     data = None if config is None else Path(config.data.path)
     mask = mask or (config is not None and config.data.mask_documents)
     return Subject(path, model, load, tokenizer, data, mask)

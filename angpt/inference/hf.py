@@ -24,7 +24,7 @@ from angpt.errors import UserError
 from angpt.inference.card import Evaluation, model_card
 from angpt.inference.fold import fold
 from angpt.inference.sampling import Sampling
-from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
+from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, EXPORTED_SHA256, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
@@ -61,13 +61,14 @@ def export(source: Source, folder: Path, evaluation: Evaluation = (), engine: bo
     with new_folder(folder) as part:
         save_tensors(with_plain_head(model) if engine else model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
-        write_json(part / EXPORT_CONFIG, config_json(model, end, training, engine))
+        values = config_json(model, end, training, engine) | {EXPORTED_SHA256: source.sha256()}
+        write_json(part / EXPORT_CONFIG, values)
         sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
         write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
         if tokenizer is not None:
             write_atomically(part / TOKENIZER, tokenizer.to_str())
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
-        if (run_config := run_configuration(source)) is not None:
+        if (run_config := None if source.changed else run_configuration(source)) is not None:
             write_atomically(part / RUN_CONFIG, to_toml(run_config))
         write_atomically(part / "README.md", model_card(source, model, run_config, evaluation, engine))
 

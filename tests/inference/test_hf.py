@@ -288,6 +288,25 @@ def test_the_card_tells_what_is_known_of_the_run(root: Path) -> None:
     assert "ConstrainCallback" not in (root / "hf" / "gpt+" / "README.md").read_text()  # nothing to constrain
 
 
+def test_weights_that_were_changed_are_not_described_by_the_training_before(root: Path, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(root / "hf" / "angpt", tuned)
+    assert open_source(tuned).training.val_loss == 2.5
+    save_file(
+        {name: t * 0.99 for name, t in load_file(tuned / "model.safetensors").items()}, tuned / "model.safetensors"
+    )
+    hf.export(open_source(tuned), tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    for text in ("trained for", "2.5000", "896 tokens", "Adam", str(root / "runs" / "angpt-data")):
+        assert text not in card
+    for folder in (tuned, tmp_path / "card"):
+        training = open_source(folder).training
+        assert (training.step, training.tokens, training.val_loss) == (None, None, None)
+        open_source(folder).tokenizer()
+    hf.import_run(open_source(tuned), tmp_path / "back")
+    assert open_source(tmp_path / "back").training.val_loss is None
+
+
 def test_no_name_of_the_config_is_an_option_of_generate(root: Path) -> None:
     """transformers would take its value for the option."""
     from transformers import GenerationConfig
