@@ -193,7 +193,7 @@ class Evaluator:
 
     def known(self, task: Task, origin: Origin) -> bool:
         """True if the results include this task with this origin."""
-        old = self.results.task(task.name)
+        old = self.results.task(task.name, origin.limit)
         return old is not None and old.origin == origin and self.settings.accepts(old.scored.precision)
 
     def task(self, built: "Built", requests: Requests) -> None:

@@ -85,14 +85,16 @@ class Results:
     tasks: tuple[TaskResult, ...] = ()
 
     def with_loss(self, new: LossResult) -> "Results":
-        others = (r for r in self.losses if (r.data, r.split) != (new.data, new.split))
+        others = (r for r in self.losses if (r.data, r.split, r.limit) != (new.data, new.split, new.limit))
         return replace(self, losses=(*others, new))
 
     def with_task(self, new: TaskResult) -> "Results":
-        return replace(self, tasks=(*(r for r in self.tasks if r.origin.task != new.origin.task), new))
+        key = new.origin.task, new.origin.limit
+        return replace(self, tasks=(*(r for r in self.tasks if (r.origin.task, r.origin.limit) != key), new))
 
-    def task(self, name: str) -> TaskResult | None:
-        return next((r for r in self.tasks if r.origin.task == name), None)
+    def task(self, name: str, limit: int | None = None) -> TaskResult | None:
+        """The result of a task on all samples, or with this limit."""
+        return next((r for r in self.tasks if (r.origin.task, r.origin.limit) == (name, limit)), None)
 
 
 def read_results(folder: Path) -> Results | None:
@@ -143,8 +145,10 @@ def lines(models: Sequence[Results]) -> list[Line]:
     for data in keys:
         own = [losses.get(data) for losses in by_data]
         tokens = {key[2] for key in keys if key[:2] == data[:2]}
+        first = next(r for r in own if r is not None)
         label = f"{data[0]} {data[1]}" + (f", tokens {data[2][:SHOWN]}" if len(tokens) > 1 else "")
-        size = f"{next(r.tokens for r in own if r is not None):,}"
+        label += "" if first.limit is None else f", {first.windows:,} windows"
+        size = f"{first.tokens:,}"
         columns = {
             "loss": tuple((r.loss, r.stderr) if r else None for r in own),
             "perplexity": tuple((r.perplexity, None) if r else None for r in own),
@@ -152,13 +156,13 @@ def lines(models: Sequence[Results]) -> list[Line]:
         }
         found += [Line(label, metric, False, size, values) for metric, values in columns.items() if any(values)]
     for task in TASKS.values():
-        results = [m.task(task.name) for m in models]
-        origins = {(r.samples, r.origin): r.origin for r in results if r is not None}
-        for samples, origin in origins:
-            values = [r if r and (r.samples, r.origin) == (samples, origin) else None for r in results]
+        results = [{(r.samples, r.origin): r for r in m.tasks if r.origin.task == task.name} for m in models]
+        kinds = list(dict.fromkeys(kind for by_origin in results for kind in by_origin))
+        for samples, origin in kinds:
+            values = [by_origin.get((samples, origin)) for by_origin in results]
             size = f"{samples:,}" if origin.limit is None else f"{samples:,} of {task.samples:,}"
             pairs = tuple((r.value, r.stderr) if r else None for r in values)
-            label = ", ".join([task.label, *marks(origin, list(origins.values()))])
+            label = ", ".join([task.label, *marks(origin, [other for _, other in kinds])])
             found.append(Line(label, task.metric, task.higher, size, pairs))
     return found
 
