@@ -126,8 +126,7 @@ class Evaluator:
         about, settings = self.subject.model, self.settings
         data = TokenData.open(folder, "val")
         for old in self.results.losses:
-            same = (old.data, old.fingerprint, old.limit) == (str(folder), data.fingerprint, settings.limit)
-            if same and settings.accepts(old.precision):
+            if old.key == (data.split, data.fingerprint, settings.limit) and settings.accepts(old.precision):
                 self.display.note(f"  {folder}: known already")
                 return
         if not were_made_with(data, about.tokenizer):

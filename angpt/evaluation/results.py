@@ -40,7 +40,7 @@ class LossResult:
     """Loss over all windows of a split, as in training."""
 
     data: str
-    """The prepared folder."""
+    """The prepared folder, as it was named; the same tokens may have other names."""
     split: str
     fingerprint: str
     """Fingerprint of the tokens."""
@@ -60,6 +60,11 @@ class LossResult:
     precision: str
     device: str
     seconds: float
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """What was evaluated; a new result takes the place of that with the same key."""
+        return self.split, self.fingerprint, self.limit
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,7 @@ class Results:
     tasks: tuple[TaskResult, ...] = ()
 
     def with_loss(self, new: LossResult) -> "Results":
-        others = (r for r in self.losses if (r.data, r.split, r.limit) != (new.data, new.split, new.limit))
-        return replace(self, losses=(*others, new))
+        return replace(self, losses=(*(r for r in self.losses if r.key != new.key), new))
 
     def with_task(self, new: TaskResult) -> "Results":
         key = new.origin.task, new.origin.limit
@@ -140,13 +144,13 @@ def lines(models: Sequence[Results]) -> list[Line]:
     rows of their own, whose labels say so.
     """
     found = []
-    by_data = [{(r.data, r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
-    keys = list(dict.fromkeys(key for losses in by_data for key in losses))
-    for data in keys:
-        own = [losses.get(data) for losses in by_data]
-        tokens = {key[2] for key in keys if key[:2] == data[:2]}
-        first = next(r for r in own if r is not None)
-        label = f"{data[0]} {data[1]}" + (f", tokens {data[2][:SHOWN]}" if len(tokens) > 1 else "")
+    by_tokens = [{(r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
+    keys = dict.fromkeys(key for losses in by_tokens for key in losses)
+    named = {key: next(losses[key] for losses in by_tokens if key in losses) for key in keys}
+    for key, first in named.items():
+        own = [losses.get(key) for losses in by_tokens]
+        tokens = {r.fingerprint for r in named.values() if (r.data, r.split) == (first.data, first.split)}
+        label = f"{first.data} {first.split}" + (f", tokens {first.fingerprint[:SHOWN]}" if len(tokens) > 1 else "")
         label += "" if first.limit is None else f", {first.windows:,} windows"
         size = f"{first.tokens:,}"
         columns = {

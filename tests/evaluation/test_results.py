@@ -113,6 +113,13 @@ def test_other_tokens_of_the_same_name_are_marked() -> None:
     assert labels == ["data/x val, tokens same", "data/x val, tokens other1"]
 
 
+def test_the_same_tokens_under_another_path_stand_in_one_row() -> None:
+    moved = dataclasses.replace(TWO, losses=(loss_result(3.1, data="/home/me/data/x"),), tasks=())
+    (found,) = [line for line in lines([ONE, moved]) if line.metric == "loss"]
+    assert (found.label, found.values) == ("data/x val", ((3.0, 0.01), (3.1, 0.01)))
+    assert ONE.with_loss(moved.losses[0]).losses == moved.losses
+
+
 def test_numbers_read_well() -> None:
     assert with_error((0.61234, 0.01136)) == "0.6123 ± 0.0114"
     assert with_error((36.9154, None)) == "36.915"
