@@ -336,6 +336,14 @@ class AnGPTForCausalLM(AnGPTModel, GenerationMixin):  # type: ignore[misc]
     def set_output_embeddings(self, value: nn.Linear) -> None:
         setattr(self, self.head_name, value)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the embedding, the head and s_z, which is its mean for new tokens."""
+        embedding: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.graph["s_z"] and len(old := self.s_z.stored) != (size := self.config.vocab_size):
+            new = old.mean().expand(max(0, size - len(old)))
+            self.s_z.stored = nn.Parameter(torch.cat((old, new))[:size].detach(), old.requires_grad)
+        return embedding
+
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,

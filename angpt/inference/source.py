@@ -155,6 +155,7 @@ def _open_export(path: Path) -> Source:
         if values.get("for_engines"):
             raise UserError("it was exported for engines, which cannot be undone; give the run that it was made from")
         cfg = from_dict(ModelConfig, values.get("angpt_model"), "angpt_model", finite=True)
+        cfg = replace(cfg, vocab_size=typed(int, values.get("vocab_size", cfg.vocab_size), "vocab_size"))
         training = from_dict(Training, values.get("angpt_training"), "angpt_training", finite=True)
         sha256 = typed(str | None, values.get(EXPORTED_SHA256), EXPORTED_SHA256)
         weights = [EXPORT_WEIGHTS]

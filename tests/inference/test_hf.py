@@ -215,6 +215,24 @@ def test_what_transformers_saved_again_can_be_used_and_imported(
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*weight vectors miss the length")
+@pytest.mark.parametrize("size", [257, 300])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_model_whose_vocabulary_was_resized_works_and_can_be_imported(
+    root: Path, tmp_path: Path, name: str, size: int
+) -> None:
+    shutil.copytree(root / "hf" / name, tmp_path / "hf")
+    model = hf.as_transformers(byte_model(name), torch.device("cpu"), torch.float32)
+    model.resize_token_embeddings(size)
+    logits = model(TOKENS).logits
+    assert logits.shape[-1] == size
+    torch.testing.assert_close(logits[..., :257], byte_model(name)(TOKENS)[..., :257])
+    model.save_pretrained(tmp_path / "hf")
+    hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    torch.testing.assert_close(open_source(tmp_path / "back").decoder()(TOKENS), logits)
+
+
+@torch.no_grad()
 def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> None:
     source = open_source(root / "hf" / "ngpt")
     assert torch.equal(source.folded()(TOKENS), fold(byte_model("ngpt"))(TOKENS))
