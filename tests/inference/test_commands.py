@@ -43,6 +43,16 @@ def test_fold_export_and_import_write_the_same_text(
     assert call(capsys, "generate", tmp_path / "back", "x", "--temperature", 0)[1] == expected
 
 
+@pytest.mark.parametrize("where", [".", "checkpoints/.."])
+def test_a_model_is_folded_and_exported_from_inside_its_folder(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(run.path)
+    for verb, out in (("fold", "run-folded"), ("export hf", "run-hf")):
+        assert call(capsys, *verb.split(), where)[0] == 0
+        assert open_source(tmp_path / out).path.exists()
+
+
 def test_a_card_has_the_evaluation_of_the_exported_weights_alone(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
