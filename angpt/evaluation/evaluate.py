@@ -274,6 +274,8 @@ def evaluate(
         batch_tokens: Tokens per forward pass; 65,536 on a GPU and 8,192 on the CPU unless given.
         progress: True: print lines, and a progress bar in a terminal. A function is called with each line.
     """
+    if requests is not None and limit is not None:
+        raise UserError("--limit does not apply to --requests; give it with --write-requests, where they are made")
     paths = [Path(p) for p in ([models] if isinstance(models, str | PathLike) else models)]
     prepared, benchmarks = sort_data([Path(p) for p in data])
     chosen, display = choose(tuple(tasks) or (PAPER if benchmarks else ())), Display(progress)

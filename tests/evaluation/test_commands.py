@@ -264,6 +264,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: 
         ((folder, "--requests", empty), "has no requests; write them with --write-requests"),
         ((folder, "--requests", empty, "--tasks", "piqa"), "piqa.safetensors: cannot be read"),
         ((folder, "--requests", empty, "--write-requests", empty), "give one of the two"),
+        ((folder, "--requests", empty, "--limit", "3"), "--limit does not apply to --requests"),
         ((folder, "--limit", "0"), "--limit 0: must be at least 1"),
         ((folder, "--batch-tokens", "-1"), "--batch-tokens -1: must be at least 1"),
         (("--write-requests", empty), "name a model, or a tokenizer with --tokenizer"),
