@@ -61,6 +61,13 @@ def test_tokens_follow_the_filtered_distribution(how: Sampling) -> None:
         assert float(found[token]) == pytest.approx(expected.get(token, 0.0), abs=3 / n)
 
 
+def test_a_top_k_of_0_keeps_all_tokens() -> None:
+    logits, uniform = LOGITS.expand(99, -1), torch.linspace(0, 0.999, 99)
+    without, zero = (pick(logits, Sampling(temperature=5.0, top_k=k), uniform).tolist() for k in (None, 0))
+    assert zero == without
+    assert len(set(zero)) == len(LOGITS)
+
+
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     assert pick(LOGITS[None], GREEDY, None).tolist() == [0]
     seen = torch.tensor([[True, False, False, False, False, False]])
@@ -102,7 +109,7 @@ def test_uniform_numbers_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": 0}, {"top_p": 0.0},
+        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
         {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0},
     ],
 )  # fmt: skip

@@ -209,7 +209,7 @@ def test_a_real_client(running: Running, alone: Callable[..., Text]) -> None:
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"), ({"temperature": -1}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": "hot"}, "temperature must be a number"),
-        ({"top_p": 0}, "top_p must be in (0, 1]"), ({"top_k": 0}, "top_k must be at least 1"),
+        ({"top_p": 0}, "top_p must be in (0, 1]"), ({"top_k": -1}, "top_k must be 0 or more"),
         ({"repetition_penalty": 0}, "repetition_penalty must be positive"), ({"n": 0}, "n must be from 1 to 128"),
         ({"n": 129}, "n must be from 1 to 128"), ({"prompt": ["a"] * 9, "n": 128}, "at most 308 texts, not 9 × 128"),
         ({"seed": -1}, "seed must be 0 or more"), ({"seed": 2**70}, "seed must be a number of at most 18 digits"),
