@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
 LEAST_TEMPERATURE = 1e-6
 """Below this temperature, sampling is greedy: logits divided by it could overflow."""
 
+LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by other repetition penalties could overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -37,7 +40,8 @@ class Sampling:
     """Keep only tokens with at least this fraction of the probability of the likeliest."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, "repetition_penalty")
+        rule = f"from {LEAST_PENALTY:g} to {MOST_PENALTY:,.0f}"
+        check_settings(self, rule, lambda value: LEAST_PENALTY <= value <= MOST_PENALTY, "repetition_penalty")
         check_settings(self, "finite and 0 or more", lambda value: 0 <= value < math.inf, "temperature")
         check_settings(self, "0 or more", lambda value: value >= 0, "top_k")
         check_settings(self, "in (0, 1]", lambda value: 0 < value <= 1, "top_p")

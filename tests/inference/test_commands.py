@@ -92,6 +92,7 @@ def test_a_sliding_window_goes_beyond_the_context(run: Run, capsys: pytest.Captu
     [
         (("generate", "nowhere"), "nowhere: does not exist"),
         (("generate", "{run}", "x", "--top-p", "2"), "top_p must be in (0, 1]"),
+        (("generate", "{run}", "x", "--repetition-penalty", "1e-300"), "repetition_penalty must be from 1e-06 to"),
         (("generate", "{run}", "x", "--device", "cuda"), "torch sees no GPU here; use --device cpu"),
         (("generate", "{run}", "x", "--stop", ""), "stop string must not be empty"),
         (("generate", "{run}", "x", "--tokens", "0"), "at least one token"),

@@ -75,6 +75,13 @@ def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     assert pick(LOGITS[None], how, torch.zeros(1), seen).tolist() == [3]
 
 
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_extreme_penalties_leave_finite_logits(penalty: float) -> None:
+    seen, uniform = torch.ones(6, len(LOGITS), dtype=torch.bool), torch.linspace(0, 0.999, 6)
+    drawn = pick(1000 * LOGITS.expand(6, -1), Sampling(penalty, 1e-6, top_k=None), uniform, seen)
+    assert drawn.tolist() == [0] * 6
+
+
 @pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-20, 1e-7])
 @pytest.mark.parametrize("filters", [{"top_k": None}, {"top_k": 3}, {"top_k": None, "top_p": 0.9, "min_p": 0.1}])
 def test_tiny_temperatures_are_greedy(temperature: float, filters: dict[str, float]) -> None:
@@ -111,6 +118,7 @@ def test_uniform_numbers_depend_on_the_seed_alone() -> None:
     [
         {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
         {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-45}, {"repetition_penalty": 1e39}, {"repetition_penalty": math.nan},
     ],
 )  # fmt: skip
 def test_impossible_settings_are_explained(wrong: dict[str, float]) -> None:
