@@ -280,19 +280,20 @@ class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
             output_attentions = self.config.output_attentions
         if output_attentions and self.config._attn_implementation != "eager":
             raise ValueError("output_attentions needs attn_implementation='eager'")
-        hidden: tuple[Tensor, ...] = (h,)
+        hidden: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         for block in self.blocks:
-            h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
             hidden += (h,) if output_hidden_states else ()
+            h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
             attentions += (weights,) if output_attentions else ()
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
         h = h * self.s_h().to(h.device) if self.config.graph["s_h"] else h
         dtype = self.W_e.weight.dtype
+        h = h.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else h
         return BaseModelOutputWithPast(
-            last_hidden_state=h.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else h,
+            last_hidden_state=h,
             past_key_values=past_key_values,
-            hidden_states=hidden if output_hidden_states else None,
+            hidden_states=(*hidden, h) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 

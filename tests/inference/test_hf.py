@@ -325,6 +325,15 @@ def test_weights_that_were_changed_are_not_described_by_the_training_before(root
     assert open_source(tmp_path / "back").training.val_loss is None
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MAIN, "angpt/scale-before-head"])
+def test_the_last_hidden_state_is_what_the_head_reads(name: str) -> None:
+    model = hf.as_transformers(byte_model(name), torch.device("cpu"), torch.float32)
+    last = model(TOKENS, output_hidden_states=True).hidden_states[-1]
+    logits = model.get_output_embeddings()(last) * (model.s_z() if hasattr(model, "s_z") else 1.0)
+    torch.testing.assert_close(logits, model(TOKENS).logits)
+
+
 def test_no_name_of_the_config_is_an_option_of_generate(root: Path) -> None:
     """transformers would take its value for the option."""
     from transformers import GenerationConfig
