@@ -213,7 +213,6 @@ class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
     """
 
     config_class = AnGPTConfig
-    base_model_prefix = ""
     _input_embed_layer = "W_e"
     _no_split_modules: ClassVar = ["AnGPTBlock"]
     supports_gradient_checkpointing = True
