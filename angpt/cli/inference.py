@@ -51,10 +51,17 @@ def fold_command(
     folded = fold(source.decoder())
     if weights != "full":
         folded = quantize(folded, weights)
-    folder = out or model.with_name(f"{model.name}-{'folded' if weights == 'full' else weights}")
+    folder = out or beside(model, "folded" if weights == "full" else weights)
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
     show(console, operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}")
+
+
+def beside(model: Path, ending: str) -> Path:
+    """The folder beside that of a model, with its name and an ending."""
+    if model.name in ("", ".."):  # . and .. have no name
+        model = model.resolve()
+    return model.with_name(f"{model.name}-{ending}")
 
 
 def all_designs() -> "dict[str, Design]":
@@ -155,8 +162,7 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
     from angpt.inference.hf import export
     from angpt.inference.source import open_source
 
-    folder = out or model.with_name(f"{model.name}-{'engine' if engine else 'hf'}")
-    source = open_source(model)
+    source, folder = open_source(model), out or beside(model, "engine" if engine else "hf")
     results = read_results(model)
     found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
     export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from angpt.data.shards import TOKENIZER
+from angpt.data.shards import TOKENIZER, TokenData
 from angpt.errors import UserError
 from angpt.serialization import shown
 
@@ -36,6 +36,21 @@ def load_tokenizer(spec: str | Path, train_texts: Iterable[str] = ()) -> Tokeniz
 def fingerprint(tokenizer: Tokenizer) -> str:
     """SHA-256 of the tokenizer's file."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+
+def with_fingerprint(tokenizer: Tokenizer, known: str | None) -> Tokenizer | None:
+    """The tokenizer if it has this fingerprint, or has it without its post-processor; None if it is another one.
+
+    Post-processors add special tokens, which nothing here asks for; transformers writes one into files without any.
+    """
+    if known not in (None, fingerprint(tokenizer)):
+        tokenizer.post_processor = None
+    return tokenizer if known in (None, fingerprint(tokenizer)) else None
+
+
+def were_made_with(data: TokenData, known: str | None) -> bool:
+    """True if tokens were made with the tokenizer of this fingerprint, or if one of the two is unknown."""
+    return data.tokenizer_fingerprint in (None, known) or with_fingerprint(load_tokenizer(data.path), known) is not None
 
 
 def end_token(tokenizer: Tokenizer) -> int | None:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from angpt.config import Device, Precision
 from angpt.data.shards import TokenData
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import fingerprint, load_tokenizer, were_made_with
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.requests import Origin, Requests, Scored, Scores
@@ -126,11 +126,10 @@ class Evaluator:
         about, settings = self.subject.model, self.settings
         data = TokenData.open(folder, "val")
         for old in self.results.losses:
-            same = (old.data, old.fingerprint, old.limit) == (str(folder), data.fingerprint, settings.limit)
-            if same and settings.accepts(old.precision):
+            if old.key == (data.split, data.fingerprint, settings.limit) and settings.accepts(old.precision):
                 self.display.note(f"  {folder}: known already")
                 return
-        if None not in (data.tokenizer_fingerprint, about.tokenizer) and data.tokenizer_fingerprint != about.tokenizer:
+        if not were_made_with(data, about.tokenizer):
             raise UserError(f"{folder}: was prepared with a tokenizer other than that of {self.subject.path}")
         if data.max_token >= about.vocab_size:
             raise UserError(f"{folder}: has token {data.max_token}, but the model's vocabulary is {about.vocab_size}")
@@ -193,7 +192,7 @@ class Evaluator:
 
     def known(self, task: Task, origin: Origin) -> bool:
         """True if the results include this task with this origin."""
-        old = self.results.task(task.name)
+        old = self.results.task(task.name, origin.limit)
         return old is not None and old.origin == origin and self.settings.accepts(old.scored.precision)
 
     def task(self, built: "Built", requests: Requests) -> None:
@@ -275,6 +274,8 @@ def evaluate(
         batch_tokens: Tokens per forward pass; 65,536 on a GPU and 8,192 on the CPU unless given.
         progress: True: print lines, and a progress bar in a terminal. A function is called with each line.
     """
+    if requests is not None and limit is not None:
+        raise UserError("--limit does not apply to --requests; give it with --write-requests, where they are made")
     paths = [Path(p) for p in ([models] if isinstance(models, str | PathLike) else models)]
     prepared, benchmarks = sort_data([Path(p) for p in data])
     chosen, display = choose(tuple(tasks) or (PAPER if benchmarks else ())), Display(progress)

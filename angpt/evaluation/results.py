@@ -40,7 +40,7 @@ class LossResult:
     """Loss over all windows of a split, as in training."""
 
     data: str
-    """The prepared folder."""
+    """The prepared folder, as it was named; the same tokens may have other names."""
     split: str
     fingerprint: str
     """Fingerprint of the tokens."""
@@ -60,6 +60,11 @@ class LossResult:
     precision: str
     device: str
     seconds: float
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """What was evaluated; a new result takes the place of that with the same key."""
+        return self.split, self.fingerprint, self.limit
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,15 @@ class Results:
     tasks: tuple[TaskResult, ...] = ()
 
     def with_loss(self, new: LossResult) -> "Results":
-        others = (r for r in self.losses if (r.data, r.split) != (new.data, new.split))
-        return replace(self, losses=(*others, new))
+        return replace(self, losses=(*(r for r in self.losses if r.key != new.key), new))
 
     def with_task(self, new: TaskResult) -> "Results":
-        return replace(self, tasks=(*(r for r in self.tasks if r.origin.task != new.origin.task), new))
+        key = new.origin.task, new.origin.limit
+        return replace(self, tasks=(*(r for r in self.tasks if (r.origin.task, r.origin.limit) != key), new))
 
-    def task(self, name: str) -> TaskResult | None:
-        return next((r for r in self.tasks if r.origin.task == name), None)
+    def task(self, name: str, limit: int | None = None) -> TaskResult | None:
+        """The result of a task on all samples, or with this limit."""
+        return next((r for r in self.tasks if (r.origin.task, r.origin.limit) == (name, limit)), None)
 
 
 def read_results(folder: Path) -> Results | None:
@@ -138,13 +144,15 @@ def lines(models: Sequence[Results]) -> list[Line]:
     rows of their own, whose labels say so.
     """
     found = []
-    by_data = [{(r.data, r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
-    keys = list(dict.fromkeys(key for losses in by_data for key in losses))
-    for data in keys:
-        own = [losses.get(data) for losses in by_data]
-        tokens = {key[2] for key in keys if key[:2] == data[:2]}
-        label = f"{data[0]} {data[1]}" + (f", tokens {data[2][:SHOWN]}" if len(tokens) > 1 else "")
-        size = f"{next(r.tokens for r in own if r is not None):,}"
+    by_tokens = [{(r.split, r.fingerprint, r.windows): r for r in m.losses} for m in models]
+    keys = dict.fromkeys(key for losses in by_tokens for key in losses)
+    named = {key: next(losses[key] for losses in by_tokens if key in losses) for key in keys}
+    for key, first in named.items():
+        own = [losses.get(key) for losses in by_tokens]
+        tokens = {r.fingerprint for r in named.values() if (r.data, r.split) == (first.data, first.split)}
+        label = f"{first.data} {first.split}" + (f", tokens {first.fingerprint[:SHOWN]}" if len(tokens) > 1 else "")
+        label += "" if first.limit is None else f", {first.windows:,} windows"
+        size = f"{first.tokens:,}"
         columns = {
             "loss": tuple((r.loss, r.stderr) if r else None for r in own),
             "perplexity": tuple((r.perplexity, None) if r else None for r in own),
@@ -152,13 +160,13 @@ def lines(models: Sequence[Results]) -> list[Line]:
         }
         found += [Line(label, metric, False, size, values) for metric, values in columns.items() if any(values)]
     for task in TASKS.values():
-        results = [m.task(task.name) for m in models]
-        origins = {(r.samples, r.origin): r.origin for r in results if r is not None}
-        for samples, origin in origins:
-            values = [r if r and (r.samples, r.origin) == (samples, origin) else None for r in results]
+        results = [{(r.samples, r.origin): r for r in m.tasks if r.origin.task == task.name} for m in models]
+        kinds = list(dict.fromkeys(kind for by_origin in results for kind in by_origin))
+        for samples, origin in kinds:
+            values = [by_origin.get((samples, origin)) for by_origin in results]
             size = f"{samples:,}" if origin.limit is None else f"{samples:,} of {task.samples:,}"
             pairs = tuple((r.value, r.stderr) if r else None for r in values)
-            label = ", ".join([task.label, *marks(origin, list(origins.values()))])
+            label = ", ".join([task.label, *marks(origin, [other for _, other in kinds])])
             found.append(Line(label, task.metric, task.higher, size, pairs))
     return found
 

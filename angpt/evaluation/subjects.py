@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import load_tokenizer, with_fingerprint
 from angpt.errors import UserError
 from angpt.evaluation.results import Evaluated, read_results
 from angpt.evaluation.scoring import Model
@@ -42,8 +42,8 @@ class Subject:
         if given is None and self.tokenizer_path is None:
             beside = " nor in ".join(str(folder) for folder in (self.path, self.data) if folder is not None)
             raise UserError(f"{self.path}: no {TOKENIZER} in {beside}; name the file with --tokenizer")
-        tokenizer = load_tokenizer(given or str(self.tokenizer_path))
-        if self.model.tokenizer not in (None, fingerprint(tokenizer)):
+        tokenizer = with_fingerprint(load_tokenizer(given or str(self.tokenizer_path)), self.model.tokenizer)
+        if tokenizer is None:
             raise UserError(
                 f"{given or self.tokenizer_path}: is not the tokenizer that {self.path} was trained with; "
                 "name that one with --tokenizer"
@@ -62,15 +62,16 @@ def open_subject(path: Path) -> Subject:
         config = Run.open(path).config() if (path / "config.toml").exists() else None
         folders = [path, *([] if config is None else [Path(config.data.path)])]
         tokenizer = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).exists()), None)
-        model, load = results.model, partial(_no_weights, path)
+        model, load, mask = results.model, partial(_no_weights, path), False
     else:
         config, tokenizer = run_configuration(source), source.tokenizer_path
-        cfg, known = source.cfg, source.training.tokenizer_fingerprint
+        cfg, known = source.cfg, source.recorded.tokenizer_fingerprint
         name = source.path.resolve().name
         model = Evaluated(name, source.kind, source.sha256(), cfg.context, cfg.vocab_size, known)
-        load = partial(_load, source)
+        load, mask = partial(_load, source), source.recorded.mask_documents
     data = None if config is None else Path(config.data.path)
-    return Subject(path, model, load, tokenizer, data, config is not None and config.data.mask_documents)
+    mask = mask or (config is not None and config.data.mask_documents)
+    return Subject(path, model, load, tokenizer, data, mask)
 
 
 def _load(source: Source, device: torch.device, dtype: torch.dtype) -> Model:
@@ -105,8 +106,6 @@ def of_folded(model: Folded) -> Model:
     """A folded model, with the precision of generation."""
 
     def states(tokens: Tensor, documents: Tensor | None) -> Tensor:
-        if documents is not None:
-            raise UserError("a folded model cannot restrict attention to documents; evaluate the run instead")
-        return model.stream(tokens)
+        return model.stream(tokens, documents=documents)
 
     return Model(states, model.head, model.cfg.vocab_size, model.device)

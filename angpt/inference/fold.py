@@ -22,7 +22,7 @@ from angpt.errors import UserError
 from angpt.models.decoder import Decoder
 from angpt.models.design import Design
 from angpt.models.folded import Folded
-from angpt.models.primitives import nu_lerp
+from angpt.models.primitives import make_context, nu_lerp
 
 PROBE_TOKENS = 128
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -60,7 +60,7 @@ def check_equal(model: Decoder, folded: Folded, stream: float) -> None:
     shape = (1, min(PROBE_TOKENS, model.cfg.context))
     tokens = torch.randint(model.cfg.vocab_size, shape, generator=rng, device="cpu").to(folded.device)
     h, ctx = model.start(tokens)
-    ours = folded.context(ctx.positions)
+    ours = make_context(h.to(folded.wide), model.cfg.rotary_dim, model.cfg.rotary_base)
 
     def compare(part: str, found: Tensor, expected: Tensor) -> None:
         expected = expected.to(folded.wide)

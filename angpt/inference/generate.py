@@ -165,7 +165,7 @@ def generate_text(
     if any(not s for s in stop):
         raise UserError("a stop string must not be empty")
     rows = [encode(tokenizer, prompt, end) for prompt in prompts]
-    writers = [Writer(tokenizer, tuple(stop), end) for _ in rows]
+    writers = [Writer(tokenizer, row, tuple(stop), end) for row in rows]
 
     def watch(row: int, tokens: list[int]) -> bool:
         piece = writers[row].add(tokens)
@@ -182,7 +182,7 @@ def generate_text(
         if (rest := writer.finish()) and emit is not None:
             emit(row, rest)
         ended = tokens[-1:] == [end]
-        texts.append(Text(writer.text, len(tokens), "stop" if writer.stopped else "end" if ended else "length"))
+        texts.append(Text(writer.text, writer.tokens, "stop" if writer.stopped else "end" if ended else "length"))
     return texts
 
 
@@ -216,21 +216,30 @@ class Writer:
     """Decodes the tokens of a row into text piece by piece, and finds stop strings in it."""
 
     tokenizer: Tokenizer
+    before: list[int]
+    """Tokens before `pending`, at first the prompt: a decoder may treat the first token of a text differently."""
     stop: tuple[str, ...]
     end: int | None
     text: str = ""
+    tokens: int = 0
+    """Number of tokens up to the end of the row or of a stop string."""
     stopped: bool = False
     returned: int = 0
     """Number of characters that have been returned."""
     pending: list[int] = field(default_factory=list)
     """Tokens that may end inside a character."""
-    before: list[int] = field(default_factory=list)
-    """The tokens just before `pending`: a decoder may treat the first token of a text differently."""
+
+    def __post_init__(self) -> None:
+        if self.before == [self.end]:  # an empty prompt
+            self.before = []
 
     def add(self, tokens: list[int]) -> str:
         """The next text, except what may be an incomplete character or the start of a stop string."""
         for token in tokens:
-            if self.stopped or token == self.end:
+            if self.stopped:
+                break
+            self.tokens += 1
+            if token == self.end:
                 break
             self.pending.append(token)
             self._decode(at_end=False)
@@ -251,7 +260,8 @@ class Writer:
         longest = max(map(len, self.stop), default=1)
         start = max(0, len(self.text) - longest + 1)
         self.text += piece
-        self.before, self.pending = (self.before + self.pending)[-MAX_CHARACTER_TOKENS:], []
+        # A piece of text is enough of what came before, and it begins with a whole character.
+        self.before, self.pending = (self.pending if piece else self.before + self.pending), []
         places = [place for s in self.stop if (place := self.text.find(s, start)) >= 0]
         if places:
             self.stopped = True

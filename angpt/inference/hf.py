@@ -16,15 +16,15 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from angpt.config import TrainConfig
+from angpt.config import DataConfig, TrainConfig
 from angpt.constraints import is_matrix, largest_violation
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import end_token, vocab_size
+from angpt.data.tokenizers import end_token, fingerprint, vocab_size
 from angpt.errors import UserError
 from angpt.inference.card import Evaluation, model_card
 from angpt.inference.fold import fold
 from angpt.inference.sampling import Sampling
-from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, Source
+from angpt.inference.source import EXPORT_CONFIG, EXPORT_WEIGHTS, EXPORTED_SHA256, Source
 from angpt.inference.store import Training, save_tensors
 from angpt.models.decoder import Decoder
 from angpt.models.primitives import LearnedScale
@@ -52,19 +52,23 @@ def export(source: Source, folder: Path, evaluation: Evaluation = (), engine: bo
     model = source.decoder()
     fold(model)  # checks that the design describes the model
     tokenizer = source.tokenizer() if source.tokenizer_path is not None else None
-    end = None if tokenizer is None else end_token(tokenizer)
+    end, training = None if tokenizer is None else end_token(tokenizer), source.training
     if tokenizer is not None and vocab_size(tokenizer) > source.cfg.vocab_size:
         raise UserError(f"{source.tokenizer_path}: has more tokens than the model's vocabulary")
+    if tokenizer is not None and tokenizer.num_special_tokens_to_add(is_pair=False):
+        tokenizer.post_processor = None  # transformers would add tokens that the model has not seen
+        training = replace(training, tokenizer_fingerprint=fingerprint(tokenizer))
     with new_folder(folder) as part:
         save_tensors(with_plain_head(model) if engine else model.state_dict(), part / EXPORT_WEIGHTS)
         shutil.copyfile(Path(__file__).with_name(f"{CODE}.py"), part / f"{CODE}.py")
-        write_json(part / EXPORT_CONFIG, config_json(model, end, source.training, engine))
+        values = config_json(model, end, training, engine) | {EXPORTED_SHA256: source.sha256()}
+        write_json(part / EXPORT_CONFIG, values)
         sampling = {"do_sample": True, "temperature": Sampling.temperature, "top_k": Sampling.top_k}
         write_json(part / "generation_config.json", sampling | ({} if end is None else dict.fromkeys(TOKEN_IDS, end)))
-        if tokenizer is not None and source.tokenizer_path is not None:
-            shutil.copyfile(source.tokenizer_path, part / TOKENIZER)
+        if tokenizer is not None:
+            write_atomically(part / TOKENIZER, tokenizer.to_str())
             write_json(part / "tokenizer_config.json", tokenizer_json(source.cfg.context, tokenizer, end))
-        if (run_config := run_configuration(source)) is not None:
+        if (run_config := None if source.changed else run_configuration(source)) is not None:
             write_atomically(part / RUN_CONFIG, to_toml(run_config))
         write_atomically(part / "README.md", model_card(source, model, run_config, evaluation, engine))
 
@@ -163,7 +167,9 @@ def import_run(source: Source, folder: Path) -> None:
     if source.kind != "export":
         raise UserError(f"{source.path}: is not an export but a {source.kind}")
     model = source.decoder()
-    config = run_configuration(source) or TrainConfig(model=source.cfg)
+    data = DataConfig(mask_documents=source.training.mask_documents)
+    config = run_configuration(source) or TrainConfig(model=source.cfg, data=data)
+    config = replace(config, model=replace(config.model, vocab_size=source.cfg.vocab_size))  # which may be resized
     if config.model != source.cfg:
         raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} describe different models")
     if (violation := largest_violation(model)) > LARGEST_ROUNDING:

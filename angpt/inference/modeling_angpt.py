@@ -213,7 +213,6 @@ class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
     """
 
     config_class = AnGPTConfig
-    base_model_prefix = ""
     _input_embed_layer = "W_e"
     _no_split_modules: ClassVar = ["AnGPTBlock"]
     supports_gradient_checkpointing = True
@@ -280,19 +279,20 @@ class AnGPTModel(PreTrainedModel):  # type: ignore[misc]
             output_attentions = self.config.output_attentions
         if output_attentions and self.config._attn_implementation != "eager":
             raise ValueError("output_attentions needs attn_implementation='eager'")
-        hidden: tuple[Tensor, ...] = (h,)
+        hidden: tuple[Tensor, ...] = ()
         attentions: tuple[Tensor, ...] = ()
         for block in self.blocks:
-            h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
             hidden += (h,) if output_hidden_states else ()
+            h, weights = block(h, cos, sin, mask, past_key_values=past_key_values, **kwargs)
             attentions += (weights,) if output_attentions else ()
         h = self.norm_h(h) if self.config.graph["input"] != "none" else h
         h = h * self.s_h().to(h.device) if self.config.graph["s_h"] else h
         dtype = self.W_e.weight.dtype
+        h = h.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else h
         return BaseModelOutputWithPast(
-            last_hidden_state=h.to(dtype) if dtype.is_floating_point and dtype.itemsize > 1 else h,
+            last_hidden_state=h,
             past_key_values=past_key_values,
-            hidden_states=hidden if output_hidden_states else None,
+            hidden_states=(*hidden, h) if output_hidden_states else None,
             attentions=attentions if output_attentions else None,
         )
 
@@ -335,6 +335,14 @@ class AnGPTForCausalLM(AnGPTModel, GenerationMixin):  # type: ignore[misc]
 
     def set_output_embeddings(self, value: nn.Linear) -> None:
         setattr(self, self.head_name, value)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize the embedding, the head and s_z, which is its mean for new tokens."""
+        embedding: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.graph["s_z"] and len(old := self.s_z.stored) != (size := self.config.vocab_size):
+            new = old.mean().expand(max(0, size - len(old)))
+            self.s_z.stored = nn.Parameter(torch.cat((old, new))[:size].detach(), old.requires_grad)
+        return embedding
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(

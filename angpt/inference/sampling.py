@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # the command line reads the defaults without loading PyTorch
 LEAST_TEMPERATURE = 1e-6
 """Below this temperature, sampling is greedy: logits divided by it could overflow."""
 
+LEAST_PENALTY, MOST_PENALTY = 1e-6, 1e6
+"""Logits that are divided or multiplied by other repetition penalties could overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -30,16 +33,17 @@ class Sampling:
     temperature: float = 0.8
     """Logits are divided by this; 0, or less than 1e-6, takes the likeliest token."""
     top_k: int | None = 50
-    """Keep only the k likeliest tokens."""
+    """Keep only the k likeliest tokens; 0: all."""
     top_p: float | None = None
     """Keep only the likeliest tokens that together have this probability."""
     min_p: float | None = None
     """Keep only tokens with at least this fraction of the probability of the likeliest."""
 
     def __post_init__(self) -> None:
-        check_settings(self, "positive and finite", lambda value: 0 < value < math.inf, "repetition_penalty")
+        rule = f"from {LEAST_PENALTY:g} to {MOST_PENALTY:,.0f}"
+        check_settings(self, rule, lambda value: LEAST_PENALTY <= value <= MOST_PENALTY, "repetition_penalty")
         check_settings(self, "finite and 0 or more", lambda value: 0 <= value < math.inf, "temperature")
-        check_settings(self, "at least 1", lambda value: value >= 1, "top_k")
+        check_settings(self, "0 or more", lambda value: value >= 0, "top_k")
         check_settings(self, "in (0, 1]", lambda value: 0 < value <= 1, "top_p")
         check_settings(self, "in [0, 1]", lambda value: 0 <= value <= 1, "min_p")
 
@@ -63,7 +67,7 @@ def pick(logits: "Tensor", sampling: Sampling, uniform: "Tensor | None", seen: "
     assert uniform is not None
     logits = logits / sampling.temperature
     ids = None
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+    if sampling.top_k and sampling.top_k < logits.shape[-1]:
         logits, ids = logits.topk(sampling.top_k, dim=-1)  # exactly k, also if several share the k-th logit
     elif sampling.top_p is not None:
         logits, ids = logits.sort(dim=-1, descending=True)

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from angpt.config import ModelConfig
 from angpt.data.shards import TOKENIZER
-from angpt.data.tokenizers import fingerprint, load_tokenizer
+from angpt.data.tokenizers import load_tokenizer, with_fingerprint
 from angpt.errors import UserError
 from angpt.inference import store
 from angpt.inference.fold import fold
@@ -29,6 +30,8 @@ from angpt.training.run import Run
 
 EXPORT_CONFIG, EXPORT_WEIGHTS, EXPORT_SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 """File names of transformers."""
+EXPORTED_SHA256 = "angpt_weights_sha256"
+"""The key of config.json with the checksum of the weights that were exported."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,21 @@ class Source:
     weights: tuple[Path, ...]
     """Files of tensors; for a run, the folder of its newest checkpoint."""
     tokenizer_path: Path | None
-    training: Training
+    recorded: Training
+    """What the folder records of the training."""
+    exported_sha256: str | None = None
+    """Checksum of the weights that were exported, if that is recorded; the folder may hold others by now."""
+
+    @cached_property
+    def changed(self) -> bool:
+        """True if the weights of an export are no longer those that were exported, for example after fine-tuning."""
+        return self.exported_sha256 not in (None, self.sha256())
+
+    @property
+    def training(self) -> Training:
+        """How these weights were trained, as far as that is known."""
+        known = self.recorded
+        return replace(known, step=None, tokens=None, val_loss=None) if self.changed else known
 
     def decoder(self) -> Decoder:
         """The model as it was trained, on the CPU."""
@@ -82,8 +99,8 @@ class Source:
         if self.tokenizer_path is None:
             where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
             raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the {TOKENIZER} of its data there")
-        tokenizer = load_tokenizer(self.tokenizer_path)
-        if self.training.tokenizer_fingerprint not in (None, fingerprint(tokenizer)):
+        tokenizer = with_fingerprint(load_tokenizer(self.tokenizer_path), self.recorded.tokenizer_fingerprint)
+        if tokenizer is None:
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
         return tokenizer
 
@@ -123,7 +140,8 @@ def _open_run(path: Path) -> Source:
     state = checkpoint.read_state(newest, verify=False)
     checkpoint.check_config(newest, state, config)
     tokens = state.step * config.batch_tokens if config.batch_tokens else None
-    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint)
+    mask = config.data.mask_documents
+    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint, mask)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
     return Source(path, "run", config.model, (newest,), tokenizer, training)
 
@@ -137,7 +155,9 @@ def _open_export(path: Path) -> Source:
         if values.get("for_engines"):
             raise UserError("it was exported for engines, which cannot be undone; give the run that it was made from")
         cfg = from_dict(ModelConfig, values.get("angpt_model"), "angpt_model", finite=True)
+        cfg = replace(cfg, vocab_size=typed(int, values.get("vocab_size", cfg.vocab_size), "vocab_size"))
         training = from_dict(Training, values.get("angpt_training"), "angpt_training", finite=True)
+        sha256 = typed(str | None, values.get(EXPORTED_SHA256), EXPORTED_SHA256)
         weights = [EXPORT_WEIGHTS]
         if (path / EXPORT_SHARDS).exists():
             shards = json_values(path / EXPORT_SHARDS)
@@ -145,7 +165,7 @@ def _open_export(path: Path) -> Source:
             weights = sorted({check_name(name) for name in names})
     except UserError as error:
         raise UserError(f"{where}: cannot be read as an export of angpt ({error})") from error
-    return Source(path, "export", cfg, tuple(path / name for name in weights), _beside(path), training)
+    return Source(path, "export", cfg, tuple(path / name for name in weights), _beside(path), training, sha256)
 
 
 def _beside(folder: Path) -> Path | None:

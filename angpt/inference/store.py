@@ -30,6 +30,8 @@ class Training:
     tokens: int | None = None
     val_loss: float | None = None
     tokenizer_fingerprint: str | None = None
+    mask_documents: bool = False
+    """True if attention stayed inside each document."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from angpt.config import ModelConfig, Weights
 from angpt.errors import UserError
 from angpt.models.design import Design
-from angpt.models.primitives import EPS, Context, check_tokens, rotary_angles, rotate
+from angpt.models.primitives import EPS, Context, check_tokens, make_context, rotary_angles, rotate
 from angpt.operations import operation
 
 EIGHT_BITS: dict[Weights, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -106,7 +106,7 @@ class Layer(nn.Module):
             if cache is not None:
                 cache.keys[:, :, : k.shape[2]] = k
                 cache.values[:, :, : v.shape[2]] = v
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+            out = F.scaled_dot_product_attention(q, k, v, ctx.mask, is_causal=ctx.mask is None, scale=1.0)
         else:
             assert cache is not None
             assert ctx.mask is not None
@@ -201,18 +201,23 @@ class Folded(nn.Module):
             h = layer(part, h, ctx, cache, slots)
         return self.head(h[:, 0])
 
-    def stream(self, tokens: Tensor, caches: Sequence[Cache] | None = None, layer: Any = Layer.__call__) -> Tensor:
-        """The residual stream after the last layer, (B, T, d_m)."""
-        check_tokens(tokens, self.cfg.context)
-        ctx = self.context(torch.arange(tokens.shape[1], device=tokens.device))
+    def stream(
+        self,
+        tokens: Tensor,
+        caches: Sequence[Cache] | None = None,
+        layer: Any = Layer.__call__,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream after the last layer, (B, T, d_m).
+
+        `documents` (B, T) is the number of each token's document; attention then stays inside the document.
+        """
+        check_tokens(tokens, self.cfg.context, documents=documents)
         h = self.embed(tokens)
+        ctx = make_context(h, self.cfg.rotary_dim, self.cfg.rotary_base, documents)
         for i, part in enumerate(self.layers):
             h = layer(part, h, ctx, None if caches is None else caches[i])
         return h
-
-    def context(self, positions: Tensor) -> Context:
-        """The context of whole sequences."""
-        return Context(*self.angles(positions), positions, mask=None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         if self.W_e_scale is None:

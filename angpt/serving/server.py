@@ -98,8 +98,9 @@ class Server:
 
         sampling, stops, jobs = wanted.sampling(), wanted.stops(), []
         for index in range(len(prompts) * wanted.n):
-            writer = Writer(self.tokenizer, stops, self.end)
-            row = prompts[index // wanted.n], wanted.max_tokens, sampling, wanted.seed + index
+            prompt = prompts[index // wanted.n]
+            writer = Writer(self.tokenizer, prompt, stops, self.end)
+            row = prompt, wanted.max_tokens, sampling, wanted.seed + index
             jobs.append(Job(*row, writer, partial(deliver, index)))
         self.active += 1
         try:

@@ -62,7 +62,7 @@ def test_without_data_the_loss_on_what_a_run_was_trained_on(
     for shown in (f"{loss.loss:.4f}", f"{loss.bits_per_byte:.4f}", results.model.weights[:16], f"{loss.tokens:,}"):
         assert shown in out
     assert results.model.weights == open_source(folder).sha256()
-    code, again, _ = call(capsys, "eval", str(folder))
+    code, again, _ = call(capsys, "eval", str(folder), "--data", f"{prepared}/../{prepared.name}")  # the same tokens
     assert code == 0
     assert calls == ["losses"]
     assert "known already" in again
@@ -264,6 +264,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], folder: Path, benchmarks: 
         ((folder, "--requests", empty), "has no requests; write them with --write-requests"),
         ((folder, "--requests", empty, "--tasks", "piqa"), "piqa.safetensors: cannot be read"),
         ((folder, "--requests", empty, "--write-requests", empty), "give one of the two"),
+        ((folder, "--requests", empty, "--limit", "3"), "--limit does not apply to --requests"),
         ((folder, "--limit", "0"), "--limit 0: must be at least 1"),
         ((folder, "--batch-tokens", "-1"), "--batch-tokens -1: must be at least 1"),
         (("--write-requests", empty), "name a model, or a tokenizer with --tokenizer"),

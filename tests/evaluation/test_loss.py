@@ -11,6 +11,8 @@ from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.loss import bits_per_byte, losses
 from angpt.evaluation.subjects import of_decoder, open_subject
+from angpt.inference import hf, store
+from angpt.inference.source import open_source
 from angpt.models.decoder import Decoder
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet
@@ -82,14 +84,20 @@ def test_a_limit_takes_windows_from_all_over_the_split(prepared: Path) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_is_the_one_that_training_reports(prepared: Path, tmp_path: Path, masked: bool) -> None:
+    """Also that of a folded model, of an export without the configuration of its run, and of what was made of it."""
     config = small(prepared, model__vocab_size=261, tokens="512", data__mask_documents=masked, eval_tokens=10**9)
     summary = start(config, tmp_path / "run", Quiet())
-    subject = open_subject(tmp_path / "run")
-    assert subject.mask_documents == masked
-    model = subject.load(torch.device("cpu"), torch.float32)
-    data = TokenData.open(prepared, "val")
-    found = losses(model, data, config.model.context, 512, mask_documents=subject.mask_documents)
-    assert found.loss == pytest.approx(summary.val_loss, rel=1e-6)
+    run, data = open_source(tmp_path / "run"), TokenData.open(prepared, "val")
+    store.save(tmp_path / "folded", run.folded(), run.path, run.sha256(), run.training, None)
+    hf.export(run, tmp_path / "hf")
+    (tmp_path / "hf" / hf.RUN_CONFIG).unlink()
+    hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    for name in ("run", "folded", "hf", "back"):
+        subject = open_subject(tmp_path / name)
+        assert subject.mask_documents == masked
+        model = subject.load(torch.device("cpu"), torch.float32)
+        found = losses(model, data, config.model.context, 512, mask_documents=subject.mask_documents)
+        assert found.loss == pytest.approx(summary.val_loss, rel=1e-6)
 
 
 def test_a_split_shorter_than_a_window_is_explained(prepared: Path) -> None:

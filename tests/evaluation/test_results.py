@@ -30,8 +30,8 @@ def task_result(name: str, value: float, metric: str = "acc", limit: int | None 
     return TaskResult(origin, metric, value, 0.0123, {metric: value}, limit or 1838, scored)
 
 
-def loss_result(loss: float, fingerprint: str = "same", windows: int = 10) -> LossResult:
-    return LossResult("data/x", "val", fingerprint, None, windows, 100, loss, 0.01, 2.0, 1.1, "fp32", "a CPU", 1.0)
+def loss_result(loss: float, fingerprint: str = "same", limit: int | None = None, data: str = "data/x") -> LossResult:
+    return LossResult(data, "val", fingerprint, limit, limit or 10, 100, loss, 0.01, 2.0, 1.1, "fp32", "a CPU", 1.0)
 
 
 def results(name: str, loss: float, accuracy: float, perplexity: float) -> Results:
@@ -57,6 +57,18 @@ def test_a_new_result_takes_the_place_of_the_old() -> None:
     assert [r.value for r in changed.tasks if r.origin.task == "piqa"] == [0.7]
     assert [r.loss for r in changed.losses] == [2.0]
     assert len(changed.tasks) == 2
+
+
+def test_a_quick_check_and_the_full_result_are_both_kept() -> None:
+    both = ONE.with_task(task_result("piqa", 0.5, limit=20)).with_loss(loss_result(2.0, limit=3))
+    both = both.with_task(task_result("piqa", 0.7)).with_loss(loss_result(2.5))
+    assert [both.task("piqa", limit).value for limit in (None, 20)] == [0.7, 0.5]  # type: ignore[union-attr]
+    assert both.task("piqa", 10) is None
+    shown = {(line.label, line.samples): line.values for line in lines([both]) if line.metric in ("acc", "loss")}
+    assert shown == {
+        ("data/x val, 3 windows", "100"): ((2.0, 0.01),), ("data/x val", "100"): ((2.5, 0.01),),
+        ("PIQA", "20 of 1,838"): ((0.5, 0.0123),), ("PIQA", "1,838"): ((0.7, 0.0123),),
+    }  # fmt: skip
 
 
 def test_the_best_is_the_largest_accuracy_and_the_smallest_perplexity() -> None:
@@ -99,6 +111,13 @@ def test_other_tokens_of_the_same_name_are_marked() -> None:
     other = dataclasses.replace(TWO, losses=(loss_result(3.1, "other1234"),), tasks=())
     labels = [line.label for line in lines([dataclasses.replace(ONE, tasks=()), other]) if line.metric == "loss"]
     assert labels == ["data/x val, tokens same", "data/x val, tokens other1"]
+
+
+def test_the_same_tokens_under_another_path_stand_in_one_row() -> None:
+    moved = dataclasses.replace(TWO, losses=(loss_result(3.1, data="/home/me/data/x"),), tasks=())
+    (found,) = [line for line in lines([ONE, moved]) if line.metric == "loss"]
+    assert (found.label, found.values) == ("data/x val", ((3.0, 0.01), (3.1, 0.01)))
+    assert ONE.with_loss(moved.losses[0]).losses == moved.losses
 
 
 def test_numbers_read_well() -> None:

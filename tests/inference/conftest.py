@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from angpt.config import DataConfig, ModelConfig, TrainConfig
 from angpt.data.tokenizers import fingerprint, load_tokenizer
@@ -28,11 +29,11 @@ def byte_model(architecture: str = "angpt", seed: int = 0, **overrides: int) -> 
     return moved(build(ModelConfig(architecture=architecture, **(BYTES | overrides)), seed))  # type: ignore[arg-type]
 
 
-def write_run(path: Path, model: Decoder, step: int = 7) -> Run:
-    """A run folder as training leaves it, with a folder of data that holds the tokenizer of bytes."""
+def write_run(path: Path, model: Decoder, step: int = 7, tokenizer: Tokenizer | None = None) -> Run:
+    """A run folder as training leaves it, with a folder of data that holds the tokenizer, of bytes unless given."""
     data = path.parent / f"{path.name}-data"
     data.mkdir(parents=True)
-    tokenizer = load_tokenizer("bytes")
+    tokenizer = tokenizer or load_tokenizer("bytes")
     tokenizer.save(str(data / "tokenizer.json"))
     run = Run.create(path, TrainConfig(model=model.cfg, data=DataConfig(path=str(data)), batch_tokens=128))
     state = checkpoint.State(step, model.cfg.architecture, 0, 1.0, 2.5, "", fingerprint(tokenizer), {}, run.config())

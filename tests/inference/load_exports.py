@@ -47,7 +47,8 @@ def use(folder, tokens, thorough):
     padded = tokenizer(["a", "several bytes"], return_tensors="pt", padding=True)
     low = load(folder, dtype=torch.bfloat16)
     labels = model(tokens, labels=tokens)
-    model.save_pretrained(folder.with_name(folder.name + "-again"), max_shard_size="20KB")
+    for part, options in ((model, {"max_shard_size": "20KB"}), (tokenizer, {})):
+        part.save_pretrained(folder.with_name(folder.name + "-again"), **options)
     return found | {
         "uncached": model.generate(prompt, **greedy, use_cache=False)[:, 5:].tolist(),
         "static": model.generate(prompt, **greedy, cache_implementation="static")[:, 5:].tolist(),

@@ -43,6 +43,16 @@ def test_fold_export_and_import_write_the_same_text(
     assert call(capsys, "generate", tmp_path / "back", "x", "--temperature", 0)[1] == expected
 
 
+@pytest.mark.parametrize("where", [".", "checkpoints/.."])
+def test_a_model_is_folded_and_exported_from_inside_its_folder(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.chdir(run.path)
+    for verb, out in (("fold", "run-folded"), ("export hf", "run-hf")):
+        assert call(capsys, *verb.split(), where)[0] == 0
+        assert open_source(tmp_path / out).path.exists()
+
+
 def test_a_card_has_the_evaluation_of_the_exported_weights_alone(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,6 +92,7 @@ def test_a_sliding_window_goes_beyond_the_context(run: Run, capsys: pytest.Captu
     [
         (("generate", "nowhere"), "nowhere: does not exist"),
         (("generate", "{run}", "x", "--top-p", "2"), "top_p must be in (0, 1]"),
+        (("generate", "{run}", "x", "--repetition-penalty", "1e-300"), "repetition_penalty must be from 1e-06 to"),
         (("generate", "{run}", "x", "--device", "cuda"), "torch sees no GPU here; use --device cpu"),
         (("generate", "{run}", "x", "--stop", ""), "stop string must not be empty"),
         (("generate", "{run}", "x", "--tokens", "0"), "at least one token"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -373,6 +374,25 @@ def test_characters_of_several_tokens_come_whole(monkeypatch: pytest.MonkeyPatch
     assert pieces == list(text)
 
 
+@pytest.mark.parametrize("every", [1, 16])
+def test_tokens_are_counted_up_to_the_stop_string_however_many_are_read(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    rows = {0: b"one two three", 1: b"t\0"}
+
+    def fake(*_: object, watch: module.Watch, **__: object) -> list[list[int]]:
+        made: list[list[int]] = []
+        for row, text in rows.items():
+            tokens = [END if byte == 0 else byte for byte in text]
+            made.append(tokens)
+            any(watch(row, tokens[start : start + every]) for start in range(0, len(tokens), every))
+        return made
+
+    monkeypatch.setattr(module, "generate", fake)
+    found = generate_text(None, BYTES, ["a", "b"], 20, end=END, stop=("two",))  # type: ignore[arg-type]
+    assert [(t.text, t.tokens, t.reason) for t in found] == [("one ", 7, "stop"), ("t", 2, "end")]
+
+
 def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
     """Longest end of the text that begins a stop string: every prefix of every string is compared."""
     return max((n for s in stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
@@ -380,7 +400,7 @@ def held_by_hand(text: str, stop: tuple[str, ...]) -> int:
 
 @given(st.lists(st.text("abc", min_size=1), max_size=4), st.lists(st.text("abc", max_size=12), max_size=8))
 def test_what_may_begin_a_stop_string_is_held_back(stop: list[str], pieces: list[str]) -> None:
-    writer, text, stopped = Writer(BYTES, tuple(stop), END), "", False
+    writer, text, stopped = Writer(BYTES, [], tuple(stop), END), "", False
     for piece in pieces:
         writer.add(list(piece.encode()))
         for character in "" if stopped else piece:
@@ -408,18 +428,45 @@ def test_long_stop_strings_are_not_compared_prefix_by_prefix() -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    writer = Writer(BYTES, (), END)
+    writer = Writer(BYTES, [], (), END)
     made = "".join(writer.add([0xE2]) for _ in range(20)) + writer.add([ord("a")]) + writer.finish()
     assert made == "\ufffd" * 20 + "a"
 
 
 def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:
-    from tokenizers import Tokenizer, decoders, models
-
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
     words.decoder = decoders.Metaspace()
-    writer = Writer(words, (), None)
+    writer = Writer(words, [], (), None)
     assert [writer.add([t]) for t in (0, 1, 2, 0)] == ["the", " cat", "s", " the"]
+
+
+def spaced_words() -> Tokenizer:
+    """A tokenizer like those of SentencePiece: a space begins each text, and unknown characters are bytes."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)} | {"▁": 257, "a": 258, "é": 259}
+    words = Tokenizer(models.BPE(vocab | {"▁a": 260}, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(decoder)
+    return words
+
+
+WORDS = spaced_words()
+
+
+@given(st.text(st.one_of(st.sampled_from(" aé漢🙂"), st.characters(codec="utf-8", exclude_characters="\ufffd"))))
+def test_the_pieces_of_any_text_are_its_text(text: str) -> None:
+    for tokenizer in (BYTES, WORDS):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        writer = Writer(tokenizer, [], (), None)
+        pieces = [writer.add([token]) for token in ids]
+        assert "".join(pieces) + writer.finish() == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_space_between_a_prompt_and_its_text_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = WORDS.encode("é aé", add_special_tokens=False).ids
+    monkeypatch.setattr(module, "generate", lambda *_, **__: [written] * 3)
+    found = generate_text(None, WORDS, ["a", "a 漢" * 9, ""], 9, end=0)  # type: ignore[arg-type]
+    assert [t.text for t in found] == [" é aé", " é aé", "é aé"]
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_document() -> None:

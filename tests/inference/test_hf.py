@@ -12,19 +12,22 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
+from angpt.evaluation.evaluate import evaluate
 from angpt.inference import hf, store
 from angpt.inference.fold import fold
-from angpt.inference.generate import generate
+from angpt.inference.generate import generate, generate_text
 from angpt.inference.sampling import GREEDY
 from angpt.inference.source import open_source
 from angpt.models import variants
 from angpt.models.angpt import AnGPT, AnGPTBlock
 from angpt.models.variants import ARCHITECTURES
 from angpt.training.run import Run
+from tests.data.corpora import prepare
 from tests.inference.conftest import byte_model, write_run
 
 pytest.importorskip("transformers")
@@ -192,8 +195,10 @@ def test_an_import_has_the_same_bytes(root: Path, tmp_path: Path, name: str) -> 
     assert export.sha256() == open_source(run.path).sha256() == open_source(tmp_path / "back").sha256()
 
 
-def test_what_transformers_saved_again_can_be_imported(root: Path, used: dict[str, Any], tmp_path: Path) -> None:
-    """In several files, without tokenizer and configuration of the run."""
+def test_what_transformers_saved_again_can_be_used_and_imported(
+    root: Path, used: dict[str, Any], tmp_path: Path
+) -> None:
+    """In several files, without the configuration of the run; the tokenizer gets a post-processor that adds nothing."""
     again = root / "hf" / "angpt-again"
     assert len(list(again.glob("*.safetensors"))) > 1
     hf.import_run(open_source(again), tmp_path / "back")
@@ -201,6 +206,30 @@ def test_what_transformers_saved_again_can_be_imported(root: Path, used: dict[st
     assert tensors.keys() == byte_model().state_dict().keys()
     assert all(torch.equal(tensors[n], t) for n, t in byte_model().state_dict().items())
     assert Run.open(tmp_path / "back").config().model == byte_model().cfg
+    assert json.loads((again / "tokenizer.json").read_text())["post_processor"] is not None
+    texts = [
+        generate_text(source.decoder(), source.tokenizer(), ["x"], 9, GREEDY)[0].text
+        for source in map(open_source, (root / "runs" / "angpt", again, tmp_path / "back"))
+    ]
+    assert len(set(texts)) == 1
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*weight vectors miss the length")
+@pytest.mark.parametrize("size", [257, 300])
+@pytest.mark.parametrize("name", MAIN)
+def test_a_model_whose_vocabulary_was_resized_works_and_can_be_imported(
+    root: Path, tmp_path: Path, name: str, size: int
+) -> None:
+    shutil.copytree(root / "hf" / name, tmp_path / "hf")
+    model = hf.as_transformers(byte_model(name), torch.device("cpu"), torch.float32)
+    model.resize_token_embeddings(size)
+    logits = model(TOKENS).logits
+    assert logits.shape[-1] == size
+    torch.testing.assert_close(logits[..., :257], byte_model(name)(TOKENS)[..., :257])
+    model.save_pretrained(tmp_path / "hf")
+    hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    torch.testing.assert_close(open_source(tmp_path / "back").decoder()(TOKENS), logits)
 
 
 @torch.no_grad()
@@ -210,6 +239,27 @@ def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> Non
     hf.export(source, tmp_path / "twice")
     for name in ("model.safetensors", "config.json", "run.toml", "tokenizer.json"):
         assert (tmp_path / "twice" / name).read_bytes() == (source.path / name).read_bytes()
+
+
+def test_a_tokenizer_that_adds_tokens_is_exported_so_that_it_adds_none(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, corpus = load_tokenizer("bytes"), tmp_path / "text.txt"
+    end = ("<|endoftext|>", 256)
+    tokenizer.post_processor = TemplateProcessing(single=f"{end[0]} $A", pair="$A $B", special_tokens=[end])
+    assert tokenizer.encode("ab").ids == [256, 97, 98]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    corpus.write_text("some text\n" * 99)
+    prepare((str(corpus),), tmp_path / "data", tokenizer=str(tmp_path / "tokenizer.json"), val_fraction=0.5)
+    run = write_run(tmp_path / "run", byte_model(), tokenizer=tokenizer)
+    hf.export(open_source(run.path), tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=True)("ab").input_ids == [97, 98]
+    hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    for folder in (run.path, tmp_path / "hf", tmp_path / "back"):
+        assert open_source(folder).tokenizer().encode("ab", add_special_tokens=False).ids == [97, 98]
+        assert evaluate(folder, data=[tmp_path / "data"])[0].losses
+    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "back")
+    assert open_source(tmp_path / "back").tokenizer().encode("ab").ids == [97, 98]
 
 
 def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
@@ -254,6 +304,34 @@ def test_the_card_tells_what_is_known_of_the_run(root: Path) -> None:
     assert f"896 tokens, {896 / count:.3g} per parameter" in card
     assert "ConstrainCallback" in card
     assert "ConstrainCallback" not in (root / "hf" / "gpt+" / "README.md").read_text()  # nothing to constrain
+
+
+def test_weights_that_were_changed_are_not_described_by_the_training_before(root: Path, tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    shutil.copytree(root / "hf" / "angpt", tuned)
+    assert open_source(tuned).training.val_loss == 2.5
+    save_file(
+        {name: t * 0.99 for name, t in load_file(tuned / "model.safetensors").items()}, tuned / "model.safetensors"
+    )
+    hf.export(open_source(tuned), tmp_path / "card")
+    card = (tmp_path / "card" / "README.md").read_text()
+    for text in ("trained for", "2.5000", "896 tokens", "Adam", str(root / "runs" / "angpt-data")):
+        assert text not in card
+    for folder in (tuned, tmp_path / "card"):
+        training = open_source(folder).training
+        assert (training.step, training.tokens, training.val_loss) == (None, None, None)
+        open_source(folder).tokenizer()
+    hf.import_run(open_source(tuned), tmp_path / "back")
+    assert open_source(tmp_path / "back").training.val_loss is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*MAIN, "angpt/scale-before-head"])
+def test_the_last_hidden_state_is_what_the_head_reads(name: str) -> None:
+    model = hf.as_transformers(byte_model(name), torch.device("cpu"), torch.float32)
+    last = model(TOKENS, output_hidden_states=True).hidden_states[-1]
+    logits = model.get_output_embeddings()(last) * (model.s_z() if hasattr(model, "s_z") else 1.0)
+    torch.testing.assert_close(logits, model(TOKENS).logits)
 
 
 def test_no_name_of_the_config_is_an_option_of_generate(root: Path) -> None:

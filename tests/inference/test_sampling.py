@@ -61,11 +61,25 @@ def test_tokens_follow_the_filtered_distribution(how: Sampling) -> None:
         assert float(found[token]) == pytest.approx(expected.get(token, 0.0), abs=3 / n)
 
 
+def test_a_top_k_of_0_keeps_all_tokens() -> None:
+    logits, uniform = LOGITS.expand(99, -1), torch.linspace(0, 0.999, 99)
+    without, zero = (pick(logits, Sampling(temperature=5.0, top_k=k), uniform).tolist() for k in (None, 0))
+    assert zero == without
+    assert len(set(zero)) == len(LOGITS)
+
+
 def test_greedy_takes_the_likeliest_after_the_penalty() -> None:
     assert pick(LOGITS[None], GREEDY, None).tolist() == [0]
     seen = torch.tensor([[True, False, False, False, False, False]])
     how = Sampling(temperature=0, repetition_penalty=1.1)
     assert pick(LOGITS[None], how, torch.zeros(1), seen).tolist() == [3]
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_extreme_penalties_leave_finite_logits(penalty: float) -> None:
+    seen, uniform = torch.ones(6, len(LOGITS), dtype=torch.bool), torch.linspace(0, 0.999, 6)
+    drawn = pick(1000 * LOGITS.expand(6, -1), Sampling(penalty, 1e-6, top_k=None), uniform, seen)
+    assert drawn.tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-38, 1e-20, 1e-7])
@@ -102,8 +116,9 @@ def test_uniform_numbers_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": 0}, {"top_p": 0.0},
+        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": 0.0},
         {"top_p": 1.1}, {"min_p": -0.1}, {"repetition_penalty": 0.0},
+        {"repetition_penalty": 1e-45}, {"repetition_penalty": 1e39}, {"repetition_penalty": math.nan},
     ],
 )  # fmt: skip
 def test_impossible_settings_are_explained(wrong: dict[str, float]) -> None:

@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 
 from angpt.errors import UserError
-from angpt.inference.generate import Text
+from angpt.inference.generate import Text, Writer
 from angpt.inference.sampling import GREEDY, Sampling
 from angpt.models.folded import Folded
+from angpt.serving import server as module
 from angpt.serving.limits import Limits
 from angpt.serving.protocol import Refused
 from angpt.serving.scheduler import Piece
@@ -97,6 +98,13 @@ def test_the_text_is_that_of_generate(running: Running, alone: Callable[..., Tex
     assert found["choices"] == [choice]
     usage = {"prompt_tokens": 4, "completion_tokens": expected.tokens, "total_tokens": 4 + expected.tokens}
     assert found["usage"] == usage
+
+
+def test_a_text_is_decoded_as_what_follows_its_prompt(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    before: list[list[int]] = []
+    monkeypatch.setattr(module, "Writer", lambda *args: before.append(args[1]) or Writer(*args))
+    complete(running, prompt=["ab", "c"], n=2)
+    assert before == [[97, 98], [97, 98], [99], [99]]
 
 
 def test_the_model_is_sampled_as_openai_documents_unless_told_otherwise(
@@ -201,8 +209,9 @@ def test_a_real_client(running: Running, alone: Callable[..., Text]) -> None:
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"), ({"temperature": -1}, "temperature must be"),
         ({"temperature": float("nan")}, "temperature must be"),
         ({"temperature": "hot"}, "temperature must be a number"),
-        ({"top_p": 0}, "top_p must be in (0, 1]"), ({"top_k": 0}, "top_k must be at least 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be positive"), ({"n": 0}, "n must be from 1 to 128"),
+        ({"top_p": 0}, "top_p must be in (0, 1]"), ({"top_k": -1}, "top_k must be 0 or more"),
+        ({"repetition_penalty": 1e-45}, "repetition_penalty must be from 1e-06 to 1,000,000"),
+        ({"n": 0}, "n must be from 1 to 128"),
         ({"n": 129}, "n must be from 1 to 128"), ({"prompt": ["a"] * 9, "n": 128}, "at most 308 texts, not 9 × 128"),
         ({"seed": -1}, "seed must be 0 or more"), ({"seed": 2**70}, "seed must be a number of at most 18 digits"),
         ({"stop": ""}, "stop must be up to 4 strings"), ({"stop": ["a"] * 5}, "stop must be up to 4 strings"),
