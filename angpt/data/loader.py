@@ -82,10 +82,6 @@ class Loader:
         self.data, self.context, self.batch_size, self.seed = data, context, batch, seed
         self.windows = count_windows(data, context)
 
-    def epoch(self, step: int) -> int:
-        """The epoch in which step `step` starts, from 0."""
-        return step * self.batch_size // self.windows
-
     def batch(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
         """(batch / world, context + 1) tokens: the rank's slice of the global batch of a step."""
         if self.batch_size % world:
@@ -149,6 +145,10 @@ def document_numbers(inputs: Tensor, eot: int) -> Tensor:
     return ends.cumsum(dim=1) - ends
 
 
+DEPTH = 3
+"""Batches that are prepared ahead."""
+
+
 class Prefetcher:
     """Iterates over the batches of a loader from step `start` on; a thread prepares them while the device computes.
 
@@ -164,12 +164,11 @@ class Prefetcher:
         rank: int = 0,
         world: int = 1,
         documents: bool = False,
-        depth: int = 3,
     ) -> None:
         self.loader, self.rank, self.world = loader, rank, world
         self.device = torch.empty(0, device=device).device  # resolves "cuda" to the current GPU
         self.eot = end_of_text(loader.data) if documents else None
-        self._ready: queue.Queue[Batch | Exception] = queue.Queue(depth)
+        self._ready: queue.Queue[Batch | Exception] = queue.Queue(DEPTH)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._produce, args=(start,), name="prefetch", daemon=True)
         self._thread.start()

@@ -93,11 +93,16 @@ def linear_with_row_gains(x: Tensor, weight: Tensor, gains: Tensor) -> Tensor:
 class ConstantFactor(torch.autograd.Function):
     """W x · c, with the constant as alpha of the matrix products, forward and backward: it costs nothing."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.factor = factor
+    def forward(x: Tensor, weight: Tensor, factor: float) -> Tensor:
         return product(x.reshape(-1, x.shape[-1]), weight.t(), factor).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        x, weight, ctx.factor = inputs
+        ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:

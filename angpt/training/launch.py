@@ -50,9 +50,9 @@ def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = Fals
             raise
 
 
-def resume(out: Path, reporter: Reporter, config: TrainConfig | None = None, signals: bool = True) -> Summary:
-    """Continue a run, with other `config.RESUME_SETTINGS` if a configuration is given; an ended run stays as it is."""
-    return start(config or Run.open(out).config(), out, reporter, again=True, signals=signals)
+def resume(out: Path, reporter: Reporter, signals: bool = True) -> Summary:
+    """Continue a run; an ended run stays as it is."""
+    return start(Run.open(out).config(), out, reporter, again=True, signals=signals)
 
 
 def ended_as(run: Run, config: TrainConfig) -> Summary | None:

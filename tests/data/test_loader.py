@@ -87,7 +87,6 @@ def test_each_epoch_visits_each_window_once(stream, context, batch, seed):
     for epoch in range(2):
         starts = rows[epoch * n : (epoch + 1) * n, 0]
         assert np.array_equal(np.sort(starts), np.arange(n) * context)
-    assert [loader.epoch(step) for step in (0, n - 1, n, 2 * n)] == [s * batch // n for s in (0, n - 1, n, 2 * n)]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own(stream):
@@ -109,13 +108,15 @@ def test_a_batch_of_many_epochs_takes_as_long_as_its_windows(tmp_path, monkeypat
     monkeypatch.setattr("angpt.data.loader.permute", lambda items, *_: items)
     write_raw(tmp_path / "x_train_0.bin", np.arange(1000))
     data = TokenData.open(tmp_path, "train")
-    seconds = []
-    for batch, steps in ((1 << 12, 128), (1 << 19, 1)):
+
+    def taken(batch, steps):
         start = time.process_time()
         for step in range(steps):
             Loader(data, 8, batch, seed=0).batch(step)
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 4 * seconds[0], seconds
+        return time.process_time() - start
+
+    few, many = (min(taken(*case) for _ in range(3)) for case in ((1 << 12, 128), (1 << 19, 1)))  # other load: slower
+    assert many < 4 * few
 
 
 def test_uneven_ranks_and_too_few_tokens_are_errors(stream):

@@ -251,3 +251,21 @@ def test_tokens_and_targets_of_a_wrong_shape_are_refused(architecture):
             model(some_tokens(2, 8), some_tokens(*wrong))
         with pytest.raises(UserError, match=r"documents have shape .*, but the tokens \(2, 8\)"):
             model(some_tokens(2, 8), documents=some_tokens(*wrong))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["gpt+", "ngpt", "angpt"])
+def test_gradients_of_single_texts_by_torch_func(name):
+    model = build(ModelConfig(architecture=name, **TINY), seed=0)
+    tokens = some_tokens(3, 17)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None, :-1], row[None, 1:]))
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, tokens)
+    for i, row in enumerate(tokens):
+        model.zero_grad()
+        model(row[None, :-1], row[None, 1:]).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name][i], p.grad, atol=1e-5, rtol=1e-4)
