@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from angpt.config import settings_of
 from angpt.errors import UserError
 from angpt.fits.checks import check_comparable, check_units, mark_diverged
 from angpt.fits.records import COLUMNS, Record, RunTable, Status, average
@@ -71,6 +70,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _run_record(path: Path, curves: bool) -> Record:
+    from angpt.config import settings_of  # not above: files of points need no command line
     from angpt.models.decoder import attention_flops
     from angpt.training.record import LOSS_SETTINGS, RunRecord
 

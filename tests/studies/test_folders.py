@@ -108,7 +108,7 @@ def test_sizes_and_data_that_differ_are_never_compared(run, tmp_path, capsys):
     assert result.sizes == (small, large, precise)
     assert result.verdicts[small].startswith("anGPT reaches 2.000, GPT+ 3.000")
     assert result.verdicts[large].startswith("anGPT reaches 1.500, GPT+ 2.500")
-    assert result.verdicts[precise] == "Too few runs have finished for a verdict."
+    assert result.verdicts[precise] == "No verdict: GPT+ was trained alone."
     main(["report", *map(str, folders), "--out", str(tmp_path / "page")])
     pages = {path.parent.name: path.read_text(encoding="utf-8") for path in (tmp_path / "page").rglob("report.html")}
     assert set(pages) == set(result.sizes)
