@@ -8,6 +8,7 @@ that noise allows: a loss just below the last of the baseline does not show that
 Noise: the logarithm of a final loss varies between seeds with a standard deviation that is taken to be the same at
 every architecture and budget of one comparison, and estimated from all of them together, except from those that vary
 far more (`stats.deviations`). With two or three seeds each, this is the difference between a useful interval and none.
+Of the points that a speed-up is read from, the widest deviation counts for all.
 """
 
 import itertools
@@ -27,6 +28,10 @@ class CurvePoint:
     uses: tuple[float, ...]
     """Tokens or seconds of each run."""
     losses: tuple[float, ...]
+    loss_deviation: Deviation
+    """Between seeds."""
+    use_deviation: Deviation
+    """Between seeds: 0 for tokens, unlike seconds."""
 
     @property
     def used(self) -> float:
@@ -37,10 +42,9 @@ class CurvePoint:
         return mean_log(self.losses)
 
 
-def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviation, uses: Deviation) -> SpeedUp | None:
+def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint) -> SpeedUp | None:
     """What the baseline needs for the loss of `other`, over what `other` used; None if not even a bound is known.
 
-    `losses` and `uses` are the deviations between seeds of the two; tokens, unlike seconds, do not vary.
     A larger budget that did not lower the loss is left out of the curve: it says nothing about what a lower loss needs.
     """
     curve = falling(baseline)
@@ -48,9 +52,9 @@ def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviatio
         return None
     first, last, target = curve[0], curve[-1], other.log_loss
     if target > first.log_loss:
-        return bound(curve, other, losses, uses, "<")
+        return bound(curve, other, "<")
     if target < last.log_loss:
-        return bound(curve, other, losses, uses, ">")
+        return bound(curve, other, ">")
     if len(curve) == 1:
         return SpeedUp(first.used / other.used, None, None, "=")
     left, right, weight = around(curve, target)
@@ -58,6 +62,7 @@ def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviatio
     # By the delta method: the logarithm of what is needed moves with the three mean losses around the point.
     slope = (math.log(right.used) - math.log(left.used)) / (left.log_loss - right.log_loss)
     variance = (1 - weight) ** 2 / len(left.losses) + weight**2 / len(right.losses) + 1 / len(other.losses)
+    losses, uses = deviations_of(left, right, other)
     from_losses, from_uses = losses.half_width(slope * math.sqrt(variance)), uses.half_width(math.sqrt(variance))
     if from_losses is None or from_uses is None:
         return SpeedUp(value, None, None, "=")
@@ -65,14 +70,19 @@ def speed_up(baseline: Sequence[CurvePoint], other: CurvePoint, losses: Deviatio
     return SpeedUp(value, value * math.exp(-half), value * math.exp(half), "=")
 
 
-def bound(
-    curve: Sequence[CurvePoint], other: CurvePoint, losses: Deviation, uses: Deviation, relation: Literal["<", ">"]
-) -> SpeedUp | None:
+def deviations_of(*points: CurvePoint) -> tuple[Deviation, Deviation]:
+    """The widest deviations of losses and of uses among these points."""
+    losses, uses = [p.loss_deviation for p in points], [p.use_deviation for p in points]
+    return max(losses, key=lambda d: d.value), max(uses, key=lambda d: d.value)
+
+
+def bound(curve: Sequence[CurvePoint], other: CurvePoint, relation: Literal["<", ">"]) -> SpeedUp | None:
     """The end of an interval that is open where the curve ends: with a confidence of 97.5 %, the speed-up is above (or
     below) it. It belongs to the end of the curve if the loss lies far enough outside, otherwise to a point
     inside; None if the noise spans the whole curve. Without several seeds there is no noise to allow for."""
     sign, end, opposite = (1, curve[0], curve[-1]) if relation == "<" else (-1, curve[-1], curve[0])
     scale = math.sqrt(1 / len(end.losses) + 1 / len(other.losses))
+    losses, uses = deviations_of(end, other)
     target = other.log_loss - sign * (losses.half_width(scale) or 0.0)
     if sign * (target - end.log_loss) >= 0:
         used = end.used

@@ -170,19 +170,16 @@ def _speed_ups(
     losses: Mapping[Group, Deviation],
     used: Callable[[RunResult], float],
 ) -> dict[Group, SpeedUp]:
-    """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds.
-
-    Of the deviations of the groups that take part in one, the widest counts for all of them.
-    """
-    points = {c.group: CurvePoint(tuple(map(used, c.finished)), tuple(c.losses)) for c in members if c.losses}
-    base = [c.group for c in leading(members).values() if c.group.architecture == baseline and c.losses]
-    uses = dict(zip(points, deviations([point.uses for point in points.values()]), strict=True))
-    found: dict[Group, SpeedUp] = {}
-    for group, point in points.items():
-        widest = (max((spread[g] for g in (*base, group)), key=lambda d: d.value) for spread in (losses, uses))
-        if group.architecture != baseline and (value := speed_up([points[g] for g in base], point, *widest)):
-            found[group] = value
-    return found
+    """The speed-up of each group over the baseline's runs of all budgets, in tokens or in seconds."""
+    done = [c for c in members if c.losses]
+    uses = [tuple(map(used, c.finished)) for c in done]
+    points = {
+        c.group: CurvePoint(own, tuple(c.losses), losses[c.group], deviation)
+        for c, own, deviation in zip(done, uses, deviations(uses), strict=True)
+    }
+    base = [points[c.group] for c in leading(done).values() if c.group.architecture == baseline]
+    found = {group: speed_up(base, point) for group, point in points.items() if group.architecture != baseline}
+    return {group: value for group, value in found.items() if value is not None}
 
 
 def _costs(members: Sequence[Chosen], baseline: str) -> list[Cost]:
@@ -221,9 +218,9 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
 
 
 def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen, int] | None:
-    """The best architecture other than the baseline at their largest budget, the baseline there, and of how many it is
-    the best; None while one of them has no loss. Those that the baseline's optimizer trained come first, or optimizers
-    would be compared."""
+    """The best architecture other than the baseline at their largest budget, the baseline there, and the number of
+    candidates; None while one of the two has no loss. Candidates are those that the baseline's optimizer trained, if
+    there are any, or optimizers would be compared."""
     done = [c for c in members if c.losses]
     names = {c.group.architecture for c in members} - {baseline}
     alike = {name for name in names if _optimizer(name) == _optimizer(baseline)}
@@ -241,11 +238,16 @@ def no_verdict(members: Sequence[Chosen], baseline: str) -> str:
     """Why the best architecture cannot be compared with the baseline."""
     if not all(run.ended for c in members for run in c.runs):
         return "Too few runs have finished for a verdict."
-    if lost := [f"{label(c.group.architecture)} at {quantity(c.tokens)} tokens" for c in members if not c.losses]:
-        return f"No verdict: all runs of {' and of '.join(lost)} diverged."
-    if all(c.group.architecture == baseline for c in members):
+    others = [c for c in members if c.group.architecture != baseline]
+    if not others:
         return f"No verdict: {label(baseline)} was trained alone."
-    return f"No verdict: {label(baseline)} was not trained with the largest budget of the others."
+    largest = max((c.tokens for c in others if c.losses), default=0)
+    if not largest:
+        return f"No verdict: all runs diverged, except those of {label(baseline)}."
+    if any(c.group.architecture == baseline and c.tokens == largest for c in members):
+        return f"No verdict: all runs of {label(baseline)} at {quantity(largest)} tokens diverged."
+    budget = f"{quantity(largest)} tokens, the largest budget of the others"
+    return f"No verdict: {label(baseline)} was not trained with {budget}."
 
 
 def verdict(
@@ -257,7 +259,7 @@ def verdict(
         best: One architecture at the largest budget, the best of those that are compared with the baseline.
         reference: The baseline there.
         change: Of the loss, with its own 95 % interval.
-        noisy: True if the change may be noise, given of how many architectures it is that of the best.
+        noisy: True if the change may be noise, the number of candidates considered.
         rows: All that are compared, for the speed-ups.
         costs: Of all of them.
     """
@@ -274,10 +276,9 @@ def verdict(
         sentences.append(f"Too noisy to tell which is better{selected}")
     elif change.low is None:
         sentences.append("One seed: no intervals")
-    if gain := _gain(rows, name, best.architecture, base, bounds=not noisy):
-        sentences.append(gain)
-    if average := _average(rows, best.architecture):
-        sentences.append(average)
+    if not noisy:
+        gains = _gain(rows, name, best.architecture, base), _average(rows, best.architecture)
+        sentences += [gain for gain in gains if gain]
     cost = next((c for c in costs if c.architecture == best.architecture), None)
     if cost and cost.overhead:
         sentences.append(_time(cost.overhead))
@@ -310,16 +311,14 @@ def _optimizer(architecture: str) -> str:
     return architecture.partition(":")[2]
 
 
-def _gain(rows: Sequence[Row], name: str, architecture: str, base: str, bounds: bool) -> str | None:
-    """The speed-up at the largest budget where it is known, and not only bounded; else, if `bounds`, the strongest
-    bound that tells on which side of 1 the speed-up is."""
+def _gain(rows: Sequence[Row], name: str, architecture: str, base: str) -> str | None:
+    """The speed-up at the largest budget where it is known, and not only bounded; else the strongest bound that tells
+    on which side of 1 the speed-up is."""
     own = [(row, row.speedup_tokens) for row in rows if row.architecture == architecture and row.speedup_tokens]
     sided = [(row, s) for row, s in own if s.relation == "=" or s.value == 1 or (s.value > 1) == (s.relation == ">")]
     by_relation = {r: [(row, s) for row, s in sided if s.relation == r] for r in ("=", ">", "<")}
     if by_relation["="]:
         row, s = max(by_relation["="], key=lambda pair: pair[0].tokens)
-    elif not bounds:
-        return None
     elif by_relation[">"]:
         row, s = max(by_relation[">"], key=lambda pair: pair[1].value)
     elif by_relation["<"]:

@@ -107,7 +107,19 @@ def test_one_seed_has_no_error_bars():
         ([chosen("gpt+", 1, 3.0)], "No verdict: GPT+ was trained alone."),
         (
             [chosen("angpt", 1, 3.0), chosen("ngpt", 1, 3.0)],
-            "No verdict: GPT+ was not trained with the largest budget of the others.",
+            "No verdict: GPT+ was not trained with 1 tokens, the largest budget of the others.",
+        ),
+        (
+            [chosen("gpt+", 1, 3.0), chosen("angpt", 2, 3.0), chosen("ngpt", 1, None, status="diverged")],
+            "No verdict: GPT+ was not trained with 2 tokens, the largest budget of the others.",
+        ),
+        (
+            [chosen("gpt+", 1, None, status="diverged"), chosen("gpt+", 2, 3.0)],
+            "No verdict: GPT+ was trained alone.",
+        ),
+        (
+            [chosen("gpt+", 1, 3.0), chosen("angpt", 1, None, status="diverged")],
+            "No verdict: all runs diverged, except those of GPT+.",
         ),
         (
             [chosen("gpt+", 2, None, None, status="diverged"), chosen("angpt", 2, 3.0)],
@@ -135,6 +147,8 @@ def test_one_that_varies_far_more_does_not_widen_the_intervals_of_others():
     alone, beside = summarised(*calm).rows, summarised(*calm, wild).rows
     assert beside[2].speedup_tokens == alone[2].speedup_tokens
     assert beside[3].speedup_tokens.high > 4 * beside[3].speedup_tokens.low
+    shortest = summarised(*calm, chosen("gpt+", 0.5, 3.9, 4.7, 3.4))
+    assert shortest.rows[2].speedup_tokens == alone[2].speedup_tokens  # it was read from other points of the curve
     noisy = [chosen("gpt+", 1, 3.3, 3.5, 3.1), chosen("angpt", 1, 3.1, 3.3, 2.9)]
     noisy = [dataclasses.replace(c, group=dataclasses.replace(c.group, size="large")) for c in noisy]
     assert [r.change for r in summarised(*calm, *noisy).rows[:3]] == [r.change for r in alone]
@@ -146,7 +160,7 @@ def test_the_best_of_many_may_be_so_by_chance():
     groups += [chosen(f"v{i}", 1, 3.0, 3.03, 2.97) for i in range(9)]
     result = summarised(*groups, chosen("angpt", 1, 2.945, 2.975, 2.915))
     assert not result.rows[-1].change.covers(0)
-    assert "Too noisy to tell which is better, since it is the best of several." in result.verdict
+    assert "Too noisy to tell which is better, since it is the best of several. No measurable" in result.verdict
 
 
 def test_steps_of_different_batches_are_not_compared():
