@@ -48,6 +48,10 @@ class Constraint:
         return self.dim if isinstance(self.dim, tuple) else (self.dim,)
 
 
+Constraints = Mapping[str, Constraint | tuple[Literal["unit", "bound"], int | tuple[int, ...]]]
+"""Constraints by names of parameters; a tuple such as ("bound", 1) stands for a `Constraint`."""
+
+
 def is_matrix(p: Tensor) -> bool:
     """True for a weight matrix, which may be constrained, decayed, and stored in low precision."""
     return p.ndim == 2
@@ -110,7 +114,7 @@ def left_out(module: nn.Module) -> list[str]:
     return [name for name, constraint in _find(module) if constraint is None and named[name] not in constrained]
 
 
-def apply_constraints(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> None:
+def apply_constraints(module: nn.Module, constraints: Constraints | None = None) -> None:
     """Project every constrained parameter, in place, except frozen ones, which a warning names."""
     targets = _resolve(module, constraints)
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
@@ -119,7 +123,7 @@ def apply_constraints(module: nn.Module, constraints: Mapping[str, Constraint] |
             project_(weight, constraint)
 
 
-def largest_violation(module: nn.Module, constraints: Mapping[str, Constraint] | None = None) -> float:
+def largest_violation(module: nn.Module, constraints: Constraints | None = None) -> float:
     """Largest violation of a constraint by any vector, also of frozen parameters; infinite if one has a NaN, 0 if
     nothing is constrained."""
     found = (excess(weight, constraint) for _, weight, constraint in _resolve(module, constraints))
@@ -127,7 +131,7 @@ def largest_violation(module: nn.Module, constraints: Mapping[str, Constraint] |
 
 
 def constrain(
-    optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Mapping[str, Constraint] | None = None
+    optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Constraints | None = None
 ) -> RemovableHandle:
     """Apply the constraints now and after every step of any PyTorch optimizer.
 
@@ -142,7 +146,10 @@ def constrain(
     Returns:
         A handle; its method `remove` ends the constraints.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate and Lightning wrap it
+    if "_optimizer_step_post_hooks" not in getattr(optimizer, "__dict__", {}):  # a wrapper of accelerate or Lightning
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise UserError(f"constrain needs an optimizer of PyTorch, not {type(optimizer).__name__}")
     targets = _resolve(module, constraints)
     owned = _parameters(optimizer)
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
@@ -221,7 +228,7 @@ def _find(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Constraint
         yield from _find(part, f"{prefix}{name}.")
 
 
-def _resolve(module: nn.Module, constraints: Mapping[str, Constraint] | None) -> list[_Target]:
+def _resolve(module: nn.Module, constraints: Constraints | None) -> list[_Target]:
     """The constrained parameters, those under several names once. Warns of parameters left out by default."""
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel" and not (

@@ -9,6 +9,7 @@ import reprlib
 import tomllib
 from collections.abc import Callable
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,7 +81,8 @@ def sealed_json(value: Any, finite: bool = True) -> str:
 
 
 def unseal(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without their checksum; an error if it is wrong. Files of earlier versions have none."""
+    """The values without their checksum; an error if it is wrong. A file without one, as others may write it, is not
+    checked."""
     rest = dict(values)
     expected = rest.pop("checksum", None)
     if expected is not None and expected != _checksum(rest):
@@ -131,7 +133,7 @@ def _fields(cls: Any) -> tuple[dict[str, bool], dict[str, Any]]:
 def typed(kind: Any, value: Any, path: str, finite: bool = False) -> Any:
     """A plain value as a type such as `dict[str, int] | None`, or an error that names `path`.
 
-    An int is converted where a float is expected; see `from_dict` for `finite`.
+    Numbers of NumPy become those of Python, and an int a float where one is expected; see `from_dict` for `finite`.
     """
     if kind is Any:
         return value
@@ -150,10 +152,12 @@ def typed(kind: Any, value: Any, path: str, finite: bool = False) -> Any:
             return tuple(typed(k, v, f"{path}[{i}]", finite) for i, (k, v) in enumerate(pairs))
         if origin is dict and isinstance(value, dict):
             return {key: typed(inner[1], v, f"{path}.{key}", finite) for key, v in value.items()}
-        if option in (int, float) and isinstance(value, int) and not isinstance(value, bool):
-            if not -INTEGERS < value < INTEGERS:
+        if option in (int, float) and isinstance(value, Integral) and not isinstance(value, bool):
+            if not -INTEGERS < int(value) < INTEGERS:
                 raise UserError(f"{path} must be a number of at most 18 digits, not {shown(value)}")
             return option(value)
+        if option is float and isinstance(value, Real) and not isinstance(value, bool):
+            value = float(value)
         if origin is None and isinstance(value, option) and isinstance(value, bool) == (option is bool):
             if option is float and finite and not math.isfinite(value):
                 raise UserError(f"{path} must be a finite number, not {value}")

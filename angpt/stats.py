@@ -54,8 +54,8 @@ class Interval:
 
 
 def quantile(freedom: float, tests: int = 1) -> float:
-    """The absolute value that Student's t exceeds with a probability of 5 %; divided by the number of `tests` of which
-    none should exceed it by chance (Bonferroni)."""
+    """The absolute value that Student's t exceeds with a probability of 5 % / `tests`, so that of as many tests none
+    exceeds it with a probability of at least 95 % (Bonferroni)."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - (1 - CONFIDENCE) / (2 * tests)))

@@ -43,7 +43,9 @@ WRONG = {
     "eval_every must be a whole number, not 1000.0": lambda: TrainConfig(eval_every=1e3),
     "compile must be 'auto' or 'on' or 'off', not True": lambda: TrainConfig(compile=True),
     "tokens must be a string, not 20000": lambda: TrainConfig(tokens=20_000),
-    "seed must be a whole number, not np.int64(3)": lambda: TrainConfig(seed=np.int64(3)),
+    "seed must be a whole number, not np.float64(3.0)": lambda: TrainConfig(seed=np.float64(3)),
+    "record_moments must be true or false, not 1": lambda: TrainConfig(record_moments=1),
+    "optimizer.lr must be a number, not True": lambda: OptimizerConfig(lr=True),
     "optimizer.name must be 'adam' or 'muon', not 'sgd'": lambda: OptimizerConfig(name="sgd"),
     "data.path must be a string, not PosixPath('d')": lambda: DataConfig(path=Path("d")),
     "model.architecture must be a string, not None": lambda: ModelConfig(architecture=None),
@@ -59,6 +61,8 @@ def test_configurations_made_in_python_have_the_right_types(message, make):
 
 def test_whole_numbers_are_numbers():
     assert isinstance(OptimizerConfig(lr=1).lr, float)
+    config = TrainConfig(seed=np.int64(3), optimizer=OptimizerConfig(lr=np.float32(0.5)))
+    assert (type(config.seed), type(config.optimizer.lr), config.optimizer.lr) == (int, float, 0.5)
     assert from_dict(ModelConfig, {"rotary_base": 500}).rotary_base == 500.0
 
 

@@ -289,6 +289,51 @@ def test_parameters_of_another_optimizer_stay_as_they_are_and_are_named():
     assert largest_violation(net) < 1e-6
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, without state of its own, as accelerate's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def step(self):
+        self.optimizer.step()
+
+
+class Doubling(torch.optim.Optimizer):
+    """An optimizer around another that changes the weights after it."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self):
+        self.optimizer.step()
+        for p in self.param_groups[0]["params"]:
+            p.mul_(2)
+
+
+@pytest.mark.parametrize("around", [Wrapper, Doubling])
+def test_an_optimizer_around_another_holds_the_constraints(around):
+    net = nn.Linear(4, 3)
+    optimizer = around(torch.optim.SGD(net.parameters(), lr=5.0))
+    angpt.constrain(optimizer, net)
+    for _ in range(2):
+        net(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    assert largest_violation(net) < 1e-6
+
+
+def test_optimizers_of_others_are_refused():
+    for optimizer in (None, Wrapper(None), Wrapper(object())):
+        with pytest.raises(angpt.UserError, match=r"not (NoneType|object|Wrapper)$"):
+            angpt.constrain(optimizer, nn.Linear(4, 3))
+
+
 @pytest.mark.parametrize("kind", ["unit", "bound"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_vector_that_is_not_finite_is_a_violation(kind, value):

@@ -14,7 +14,7 @@ from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
 from angpt.analysis.probe import Probe, observe
 from angpt.config import Device, Recipe, TrainConfig
-from angpt.data.shards import TokenData
+from angpt.data.shards import TOKENIZER, TokenData
 from angpt.data.tokenizers import were_made_with
 from angpt.errors import UserError, nearest
 from angpt.inference.source import Source, open_source
@@ -184,7 +184,8 @@ def open_text(config: TrainConfig, data: str | None, state: checkpoint.State) ->
     """The text of a run, or the text in `data`, which must be prepared with the same tokenizer."""
     path, vocab = data or config.data.path, config.model.vocab_size
     train, val = TokenData.open(path, "train"), TokenData.open(path, "val")
-    if not were_made_with(train, state.tokenizer_fingerprint):
+    own = Path(config.data.path) / TOKENIZER
+    if not were_made_with(train, state.tokenizer_fingerprint, own if own.exists() else None):
         raise UserError(f"{path}: was prepared with another tokenizer than the run's data; choose another --data")
     for split in (train, val):
         if split.max_token >= vocab:

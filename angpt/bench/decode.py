@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from angpt.bench.measure import between, median, orders, ratio, timed
+from angpt.bench.measure import median, orders, ratio, timed, within
 from angpt.config import ModelConfig, Step, Weights
 from angpt.errors import UserError
 from angpt.inference.engine import Engine
@@ -276,7 +276,7 @@ def tables(results: Sequence[Result]) -> list[Table]:
                 " ".join([r.architecture, *([r.weights] if r.weights != "full" else []), *([r.step] * several)]),
                 f"{r.token_ms.mean:.3f}",
                 f"{r.tokens_per_s:,.0f}",
-                "" if r.architecture == first.architecture else " ".join(between(r.speed, ".3f")),
+                "" if r.architecture == first.architecture else within(r.speed, ".3f"),
                 "" if r.weights == first.weights else f"{r.over_full.mean:.2f}",
                 f"{r.floor_ms:.3f}",
                 f"{r.token_ms.mean / r.floor_ms:.2f}",

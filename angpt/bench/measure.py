@@ -69,6 +69,12 @@ def between(value: Interval, form: str, ends: bool = True) -> tuple[str, str]:
     return f"{value.mean:{form}}", f"{value.low:{form}}–{value.high:{form}}" if ends and value.low is not None else ""
 
 
+def within(value: Interval, form: str) -> str:
+    """A cell of a table: the value, with its interval in brackets if it has one."""
+    text, ends = between(value, form)
+    return f"{text} ({ends})" if ends else text
+
+
 def write_json(path: Path | None, device: torch.device, results: Sequence[Any]) -> None:
     """Write the results (dataclasses) with the command and the machine."""
     if path is not None:

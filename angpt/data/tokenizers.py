@@ -48,9 +48,19 @@ def with_fingerprint(tokenizer: Tokenizer, known: str | None) -> Tokenizer | Non
     return tokenizer if known in (None, fingerprint(tokenizer)) else None
 
 
-def were_made_with(data: TokenData, known: str | None) -> bool:
-    """True if tokens were made with the tokenizer of this fingerprint, or if one of the two is unknown."""
-    return data.tokenizer_fingerprint in (None, known) or with_fingerprint(load_tokenizer(data.path), known) is not None
+def were_made_with(data: TokenData, known: str | None, file: Path | None) -> bool:
+    """True if tokens were made with the tokenizer of this fingerprint, whose `file` may be there, or if one of the two
+    is unknown. Post-processors may differ."""
+    if known is None or data.tokenizer_fingerprint in (None, known):
+        return True
+    theirs = load_tokenizer(data.path)
+    if with_fingerprint(theirs, known) is not None:
+        return True
+    ours = None if file is None else with_fingerprint(load_tokenizer(file), known)
+    if ours is None:
+        return False
+    ours.post_processor = theirs.post_processor = None
+    return fingerprint(ours) == fingerprint(theirs)
 
 
 def end_token(tokenizer: Tokenizer) -> int | None:

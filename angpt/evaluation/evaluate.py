@@ -129,7 +129,7 @@ class Evaluator:
             if old.key == (data.split, data.fingerprint, settings.limit) and settings.accepts(old.precision):
                 self.display.note(f"  {folder}: known already")
                 return
-        if not were_made_with(data, about.tokenizer):
+        if not were_made_with(data, about.tokenizer, self.subject.tokenizer_path):
             raise UserError(f"{folder}: was prepared with a tokenizer other than that of {self.subject.path}")
         if data.max_token >= about.vocab_size:
             raise UserError(f"{folder}: has token {data.max_token}, but the model's vocabulary is {about.vocab_size}")

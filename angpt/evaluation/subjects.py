@@ -65,7 +65,7 @@ def open_subject(path: Path) -> Subject:
         model, load, mask = results.model, partial(_no_weights, path), False
     else:
         config, tokenizer = run_configuration(source), source.tokenizer_path
-        cfg, known = source.cfg, source.recorded.tokenizer_fingerprint
+        cfg, known = source.cfg, source.training.tokenizer_fingerprint
         name = source.path.resolve().name
         model = Evaluated(name, source.kind, source.sha256(), cfg.context, cfg.vocab_size, known)
         load, mask = partial(_load, source), source.recorded.mask_documents

@@ -38,7 +38,7 @@ def check_comparable(records: Sequence[Record]) -> None:
         if differ := [f"{name} ({first}, {value})" for name, value, first in pairs if value != first]:
             raise UserError(
                 f"{known[0].source} and {record.source} differ in {listed(differ)}: their losses cannot be compared; "
-                "fit such runs separately"
+                "fit such runs separately (where the same data has moved, set data.path in each config.toml)"
             )
 
 

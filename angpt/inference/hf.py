@@ -168,7 +168,8 @@ def import_run(source: Source, folder: Path) -> None:
         raise UserError(f"{source.path}: is not an export but a {source.kind}")
     model = source.decoder()
     data = DataConfig(mask_documents=source.training.mask_documents)
-    config = run_configuration(source) or TrainConfig(model=source.cfg, data=data)
+    config = None if source.changed else run_configuration(source)
+    config = config or TrainConfig(model=source.cfg, data=data)
     config = replace(config, model=replace(config.model, vocab_size=source.cfg.vocab_size))  # which may be resized
     if config.model != source.cfg:
         raise UserError(f"{source.path}: {RUN_CONFIG} and {EXPORT_CONFIG} describe different models")

@@ -58,7 +58,7 @@ class Source:
     def training(self) -> Training:
         """How these weights were trained, as far as that is known."""
         known = self.recorded
-        return replace(known, step=None, tokens=None, val_loss=None) if self.changed else known
+        return Training(mask_documents=known.mask_documents) if self.changed else known
 
     def decoder(self) -> Decoder:
         """The model as it was trained, on the CPU."""
@@ -99,7 +99,10 @@ class Source:
         if self.tokenizer_path is None:
             where = ", nor in the data folder that it was trained on" if self.kind == "run" else ""
             raise UserError(f"{self.path}: no {TOKENIZER} in it{where}; copy the {TOKENIZER} of its data there")
-        tokenizer = with_fingerprint(load_tokenizer(self.tokenizer_path), self.recorded.tokenizer_fingerprint)
+        found = load_tokenizer(self.tokenizer_path)
+        tokenizer = with_fingerprint(found, self.recorded.tokenizer_fingerprint)
+        if tokenizer is None and self.changed:  # perhaps with tokens that were added
+            return found
         if tokenizer is None:
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
         return tokenizer
@@ -139,9 +142,10 @@ def _open_run(path: Path) -> Source:
         raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or continue it with --resume")
     state = checkpoint.read_state(newest, verify=False)
     checkpoint.check_config(newest, state, config)
-    tokens = state.step * config.batch_tokens if config.batch_tokens else None
+    step = state.step or None  # 0: imported, so that the number is not known
+    tokens = step * config.batch_tokens if step and config.batch_tokens else None
     mask = config.data.mask_documents
-    training = Training(state.step, tokens, state.val_loss, state.tokenizer_fingerprint, mask)
+    training = Training(step, tokens, state.val_loss, state.tokenizer_fingerprint, mask)
     tokenizer = _beside(path) or _beside(Path(config.data.path))
     return Source(path, "run", config.model, (newest,), tokenizer, training)
 

@@ -7,7 +7,6 @@ from torch import nn
 from transformers import TrainerCallback
 
 from angpt.constraints import Constraint, constrain
-from angpt.errors import UserError
 
 
 class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
@@ -25,8 +24,6 @@ class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module, optimizer: Any = None, **_: Any
     ) -> None:
-        if not hasattr(optimizer, "register_step_post_hook"):
-            raise UserError("ConstrainCallback needs an optimizer of PyTorch, which this Trainer does not have")
         self.handle = constrain(optimizer, model, self.constraints)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,6 +1,7 @@
 """Parts that make another network approximately normalized; `angpt.convert` puts them into it."""
 
 import math
+import re
 from typing import Any, Literal
 
 import torch
@@ -150,5 +151,5 @@ def init_unit_rows_(module: nn.Module, generator: torch.Generator | None = None)
 
 
 def is_bias(name: str) -> bool:
-    """True for the name of a bias: bias, in_proj_bias, bias_ih_l0."""
-    return "bias" in name.rpartition(".")[2]
+    """True for the name that PyTorch gives a bias: bias, in_proj_bias, bias_ih, bias_hh_l0_reverse."""
+    return re.fullmatch(r"(in_proj_)?bias(_[ih]h(_l\d+\w*)?)?", name.rpartition(".")[2]) is not None

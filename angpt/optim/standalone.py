@@ -17,8 +17,8 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
     """The names of the matrices of hidden layers, each with the number of linear maps that are stacked in it.
 
     A part of the module that has a method of this name, such as the models of this package, declares its own. In the
-    rest, they are the weights of linear and attention layers, except the last linear layer if it comes after such
-    parts: it is taken for the head.
+    rest, they are the weights of linear and attention layers except the last linear layer, which is taken for the head
+    unless a part that declares its own comes after it.
     """
     found: dict[str, int] = {}
     layers: dict[int, tuple[str, int]] = {}  # by identity: a tied weight has one name
@@ -146,6 +146,8 @@ class Muon(torch.optim.Optimizer):
                 {} if group["maps"] else {"exp_avg_sq": torch.zeros_like(p)}
             )
         state["step"] += 1
+        for name in ("exp_avg", "exp_avg_sq")[: len(state) - 1]:
+            state[name] = _laid_out(state[name], p)  # that of a loaded state may differ
         moments = state["exp_avg"], state.get("exp_avg_sq")
         return ParameterState(p, p, None, *moments, group["weight_decay"], None, group["maps"], group["by_columns"])
 
@@ -163,7 +165,7 @@ class Muon(torch.optim.Optimizer):
             adam_(form, of_form, one, lr=group["lr"], betas=group["betas"], eps=group["eps"], step=number)
 
 
-def _laid_out(gradient: Tensor, p: Tensor) -> Tensor:
-    """The gradient with its numbers in memory in the order of those of its parameter: Adam of PyTorch on a CPU expects
-    it."""
-    return gradient if gradient.stride() == p.stride() else torch.empty_like(p).copy_(gradient)
+def _laid_out(x: Tensor, p: Tensor) -> Tensor:
+    """A gradient or moment with its numbers in memory in the order of those of its parameter, as PyTorch's fused Adam
+    expects."""
+    return x if x.stride() == p.stride() else torch.empty_like(p, dtype=x.dtype).copy_(x)

@@ -74,7 +74,7 @@ class Trainer:
         state = checkpoint.read_state(path, verify=False)
         for name, ours in self.identity().items():
             if (theirs := getattr(state, name)) != ours:
-                what = name.removesuffix("_fingerprint")
+                what = {"validation_fingerprint": "validation split"}.get(name, name.removesuffix("_fingerprint"))
                 raise UserError(f"{path}: the checkpoint has another {what} ({theirs}) than the run ({ours})")
         checkpoint.check_config(path, state, self.config)
         tensors = self.tensors()

@@ -228,7 +228,13 @@ def test_a_model_whose_vocabulary_was_resized_works_and_can_be_imported(
     assert logits.shape[-1] == size
     torch.testing.assert_close(logits[..., :257], byte_model(name)(TOKENS)[..., :257])
     model.save_pretrained(tmp_path / "hf")
+    tokenizer = load_tokenizer(tmp_path / "hf")
+    tokenizer.add_tokens([f"<{i}>" for i in range(size - 257)])
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
     hf.import_run(open_source(tmp_path / "hf"), tmp_path / "back")
+    for folder in ("hf", "back"):
+        source = open_source(tmp_path / folder)
+        assert len(generate_text(source.decoder(), source.tokenizer(), ["x"], 3, GREEDY)) == 1
     torch.testing.assert_close(open_source(tmp_path / "back").decoder()(TOKENS), logits)
 
 
@@ -260,6 +266,8 @@ def test_a_tokenizer_that_adds_tokens_is_exported_so_that_it_adds_none(tmp_path:
         assert evaluate(folder, data=[tmp_path / "data"])[0].losses
     shutil.copy(tmp_path / "tokenizer.json", tmp_path / "back")
     assert open_source(tmp_path / "back").tokenizer().encode("ab").ids == [97, 98]
+    prepare((str(corpus),), tmp_path / "again", tokenizer=str(tmp_path / "hf"), val_fraction=0.5)
+    assert evaluate(run.path, data=[tmp_path / "again"])[0].losses
 
 
 def test_the_modeling_file_imports_torch_and_transformers_alone() -> None:
@@ -323,6 +331,10 @@ def test_weights_that_were_changed_are_not_described_by_the_training_before(root
         open_source(folder).tokenizer()
     hf.import_run(open_source(tuned), tmp_path / "back")
     assert open_source(tmp_path / "back").training.val_loss is None
+    hf.export(open_source(tmp_path / "back"), tmp_path / "again")
+    card = (tmp_path / "again" / "README.md").read_text()
+    for text in ("trained for", "It has seen", str(root / "runs" / "angpt-data")):
+        assert text not in card
 
 
 @torch.no_grad()

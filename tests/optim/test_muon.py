@@ -275,6 +275,8 @@ def test_the_order_of_numbers_in_memory_does_not_matter(layer):
         for step in range(3):
             model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(step))
             optimizer.step()
+            if model is other and step == 1:
+                other.weight.data = other.weight.data.contiguous()
     torch.testing.assert_close(other.weight, layer.weight)
 
 

@@ -232,7 +232,7 @@ def test_a_run_is_not_resumed_with_an_edited_configuration(data, tmp_path, capsy
 def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
     start(small(data), tmp_path / "run", Stops(5))
     before = (tmp_path / "run" / "config.toml").read_text()
-    for file, what in {"train.bin": "data", "val.bin": "validation"}.items():
+    for file, what in {"train.bin": "data", "val.bin": "validation split"}.items():
         other = shutil.copytree(data, tmp_path / what)
         (other / file).write_bytes((other / file).read_bytes()[:-2])
         code, text = angpt(capsys, "train", "--resume", tmp_path / "run", "--data.path", other)
