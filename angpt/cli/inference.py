@@ -2,6 +2,7 @@
 
 import io
 import sys
+import warnings
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from angpt.present.tables import Table, show
 from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
+    from angpt.inference.source import Source
     from angpt.models.design import Design
     from angpt.models.folded import Folded
 
@@ -53,8 +55,19 @@ def fold_command(
         folded = quantize(folded, weights)
     folder = out or beside(model, "folded" if weights == "full" else weights)
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
+    warn_without_tokenizer(source, folder)
     show(console, operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}")
+
+
+def warn_without_tokenizer(source: "Source", folder: Path) -> None:
+    """Tell that a new folder has no tokenizer, before somebody needs it."""
+    if source.tokenizer_path is None:
+        warnings.warn(
+            f"{folder}: has no tokenizer.json, because none was found in {source.path} or, from the current folder, in "
+            "its folder of data; copy it there to generate text",
+            stacklevel=2,
+        )
 
 
 def beside(model: Path, ending: str) -> Path:
@@ -166,6 +179,7 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
     results = read_results(model)
     found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
     export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)
+    warn_without_tokenizer(source, folder)
     terminal().print(f"{folder}: exported")
 
 

@@ -69,7 +69,9 @@ def train_command(args: Sequence[str]) -> Callable[..., None]:
         Args:
             settings: Every setting can be given here, in a --config file, or by a --preset, in this order.
             preset: Start from laptop (the default; minutes on two CPU cores) or a size of the paper, 32M to 1B.
-            config: Start from a TOML file, such as the config.toml of another run, which repeats it.
+            config: Start from a TOML file, such as the config.toml of another run, which repeats it. What it leaves out
+                is that of a 32M model. With another --arch or --optimizer, its learning rates, warm-up and decay are
+                chosen anew unless they are given as options.
             resume: Continue the run in this folder, exactly as if it had never stopped.
             out: The new run folder; unless given, a name under runs/ made of architecture, size and seed.
             slurm: Queue it as a job of a SLURM cluster, on --slurm.nodes machines with --slurm.gpus GPUs each. It

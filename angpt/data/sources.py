@@ -158,7 +158,7 @@ def _listed_files(names: tuple[str, ...]) -> list[Entry]:
     entries: list[Entry] = []
     for path in map(Path, names):
         if path.is_dir():
-            files = [file for file in path.rglob("*") if file.is_file()]
+            files = [file for file in path.rglob("*") if file.is_file() and not _hidden(file.relative_to(path))]
             entries += _sorted(path, filter(_kind, files))
             if left_out := sum(not _kind(file) for file in files):
                 count = "1 file of unknown kind is" if left_out == 1 else f"{left_out:,} files of unknown kind are"
@@ -181,6 +181,11 @@ def _listed_files(names: tuple[str, ...]) -> list[Entry]:
             stacklevel=2,
         )
     return own
+
+
+def _hidden(path: Path) -> bool:
+    """True for .git/config, .venv/lib/x.py and ._notes.txt."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _sorted(folder: Path, files: Iterable[Path]) -> list[Entry]:

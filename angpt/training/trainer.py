@@ -72,6 +72,11 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Continue from a checkpoint."""
         state = checkpoint.read_state(path, verify=False)
+        if not state.data_fingerprint:
+            raise UserError(
+                f"{path}: was imported, without the state of an optimizer, so that it cannot be resumed; generate, "
+                "fold, eval, analyze and export take it"
+            )
         for name, ours in self.identity().items():
             if (theirs := getattr(state, name)) != ours:
                 what = {"validation_fingerprint": "validation split"}.get(name, name.removesuffix("_fingerprint"))

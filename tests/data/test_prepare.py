@@ -383,7 +383,8 @@ def test_real_text_has_the_known_number_of_tokens(tmp_path):
 @pytest.mark.long
 @needs_corpus
 def test_real_corpus_has_the_known_number_of_tokens(tmp_path):
-    index = prepare((str(REAL),), tmp_path / "out", tokenizer=str(NEOX), console=quiet())
+    files = str(REAL / "train.jsonl.xz"), str(REAL / "val.jsonl.xz")
+    index = prepare(files, tmp_path / "out", tokenizer=str(NEOX), console=quiet())
     assert (index.train.tokens, index.train.documents, index.train.text_bytes) == (40_933_012, 36_087, 168_653_681)
     assert (index.val.tokens, index.val.documents, index.val.text_bytes) == (878_982, 731, 3_640_005)
 

@@ -68,7 +68,7 @@ def test_files_beside_those_of_the_splits_are_named(tmp_path):
 
 
 def test_folders_are_read_in_the_order_of_their_names(tmp_path):
-    for name in ("b/z.txt", "a.txt", "b/a.txt", "c.txt", "B.txt"):
+    for name in ("b/z.txt", "a.txt", "b/a.txt", "c.txt", "B.txt", ".venv/x.txt", "b/._z.txt"):  # hidden files are not
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert [text for text, _ in documents(str(tmp_path))] == ["B.txt", "a.txt", "b/a.txt", "b/z.txt", "c.txt"]

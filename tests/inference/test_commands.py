@@ -51,6 +51,10 @@ def test_a_model_is_folded_and_exported_from_inside_its_folder(
     for verb, out in (("fold", "run-folded"), ("export hf", "run-hf")):
         assert call(capsys, *verb.split(), where)[0] == 0
         assert open_source(tmp_path / out).path.exists()
+    (tmp_path / "run-data" / "tokenizer.json").unlink()
+    for verb in ("fold", "export hf"):
+        with pytest.warns(UserWarning, match=rf"{verb}: has no tokenizer.json, because none was found in"):
+            assert call(capsys, *verb.split(), where, "--out", tmp_path / verb)[0] == 0
 
 
 def test_a_card_has_the_evaluation_of_the_exported_weights_alone(

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 import shutil
 
@@ -7,7 +8,8 @@ import torch
 
 from angpt.errors import UserError
 from angpt.operations import kernels_enabled
-from angpt.serialization import to_toml
+from angpt.serialization import sealed_json, to_toml
+from angpt.training import checkpoint
 from angpt.training.launch import resume, start
 from angpt.training.plan import make_plan
 from angpt.training.reporter import Quiet
@@ -239,6 +241,15 @@ def test_a_run_is_not_resumed_on_other_data(data, tmp_path, capsys):
         assert code == 2
         assert f"the checkpoint has another {what} (" in text
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_an_imported_run_is_not_resumed(data, tmp_path):
+    start(small(data), tmp_path / "run", Stops(5))
+    path = checkpoint.newest(tmp_path / "run" / "checkpoints")
+    state = dataclasses.replace(checkpoint.read_state(path), data_fingerprint="")
+    (path / checkpoint.STATE).write_text(sealed_json(state))
+    with pytest.raises(UserError, match="was imported, without the state of an optimizer, so that it"):
+        resume(tmp_path / "run", Quiet())
 
 
 def test_kernels_are_off_while_a_run_says_so(data, tmp_path):
