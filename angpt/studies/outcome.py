@@ -42,7 +42,8 @@ def markdown(result: Result) -> str:
     state = f"{over} of {plural(len(result.runs), 'run')} ended. " if not result.complete else ""
     several = any(row.val_loss is not None and row.val_loss.low is not None for row in result.rows)
     explained = f"{state}Changes are relative to {label(result.baseline)}."
-    explained += " ± is half of the 95 % interval over seeds, whose spread is pooled over the rows of a size, "
-    explained += "except those that vary far more." if several else ""
+    if several:
+        explained += " ± is half of the 95 % interval over seeds, whose spread is pooled over the rows of a size"
+        explained += " except those that vary far more."
     lines = [result_table(result).markdown(), "", explained, *(f"- {note}" for note in result.notes)]
     return without_html("\n".join(lines) + "\n")

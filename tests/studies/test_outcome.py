@@ -2,6 +2,7 @@ import pytest
 
 from angpt.studies.outcome import markdown
 from tests.studies.conftest import ONE, pretend
+from tests.studies.test_summarise import chosen, summarised
 
 
 def test_diverged_runs_are_data(make):
@@ -35,3 +36,10 @@ def test_changes_are_relative_to_a_budget_of_the_baseline(make):
         {("gpt+", "1k"): 0.5, ("gpt+", "2k"): None, ("gpt+", "4k"): -0.5}
         | {("angpt", "1k"): 0.5, ("angpt", "2k"): 0.0, ("angpt", "4k"): -0.5}
     )
+
+
+def test_the_file_explains_intervals_where_there_are_some():
+    several = markdown(summarised(chosen("gpt+", 1, 3.0, 3.1), chosen("angpt", 1, 2.9)))
+    assert "pooled over the rows of a size except those that vary far more." in several
+    single = markdown(summarised(chosen("gpt+", 1, 3.0), chosen("angpt", 1, 2.9)))
+    assert "Changes are relative to GPT+.\n" in single
