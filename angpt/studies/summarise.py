@@ -217,14 +217,18 @@ def _edge_notes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
+def candidates(members: Sequence[Chosen], baseline: str) -> list[Chosen]:
+    """What is compared with the baseline: what its optimizer trained, if there is such, or optimizers would be
+    compared."""
+    others = [c for c in members if c.group.architecture != baseline]
+    return [c for c in others if _optimizer(c.group.architecture) == _optimizer(baseline)] or others
+
+
 def contest(members: Sequence[Chosen], baseline: str) -> tuple[Chosen, Chosen, int] | None:
-    """The best architecture other than the baseline at their largest budget, the baseline there, and the number of
-    candidates; None while one of the two has no loss. Candidates are those that the baseline's optimizer trained, if
-    there are any, or optimizers would be compared."""
+    """The best candidate at their largest budget, the baseline there, and the number of candidates; None while one of
+    the two has no loss."""
     done = [c for c in members if c.losses]
-    names = {c.group.architecture for c in members} - {baseline}
-    alike = {name for name in names if _optimizer(name) == _optimizer(baseline)}
-    others = [c for c in done if c.group.architecture in (alike or names)]
+    others = [c for c in candidates(members, baseline) if c.losses]
     largest = [c for c in others if c.tokens == max(c.tokens for c in others)]
     reference = next(
         (c for c in done if c.group.architecture == baseline and largest and c.tokens == largest[0].tokens), None
@@ -238,12 +242,12 @@ def no_verdict(members: Sequence[Chosen], baseline: str) -> str:
     """Why the best architecture cannot be compared with the baseline."""
     if not all(run.ended for c in members for run in c.runs):
         return "Too few runs have finished for a verdict."
-    others = [c for c in members if c.group.architecture != baseline]
+    others = candidates(members, baseline)
     if not others:
         return f"No verdict: {label(baseline)} was trained alone."
     largest = max((c.tokens for c in others if c.losses), default=0)
     if not largest:
-        return f"No verdict: all runs diverged, except those of {label(baseline)}."
+        return f"No verdict: all runs that {label(baseline)} is compared with diverged."
     if any(c.group.architecture == baseline and c.tokens == largest for c in members):
         return f"No verdict: all runs of {label(baseline)} at {quantity(largest)} tokens diverged."
     budget = f"{quantity(largest)} tokens, the largest budget of the others"
@@ -259,7 +263,7 @@ def verdict(
         best: One architecture at the largest budget, the best of those that are compared with the baseline.
         reference: The baseline there.
         change: Of the loss, with its own 95 % interval.
-        noisy: True if the change may be noise, the number of candidates considered.
+        noisy: True if the best of so many candidates may differ from the baseline as much by chance.
         rows: All that are compared, for the speed-ups.
         costs: Of all of them.
     """

@@ -119,7 +119,15 @@ def test_one_seed_has_no_error_bars():
         ),
         (
             [chosen("gpt+", 1, 3.0), chosen("angpt", 1, None, status="diverged")],
-            "No verdict: all runs diverged, except those of GPT+.",
+            "No verdict: all runs that GPT+ is compared with diverged.",
+        ),
+        (
+            [
+                chosen("gpt+", 1, 3.0),
+                chosen("angpt", 1, None, status="diverged"),
+                chosen("angpt:muon", 1, 2.9),
+            ],
+            "No verdict: all runs that GPT+ is compared with diverged.",
         ),
         (
             [chosen("gpt+", 2, None, None, status="diverged"), chosen("angpt", 2, 3.0)],
