@@ -59,13 +59,13 @@ def measured_of(analysis: Analysis, name: str, part: str) -> Any:
     architecture, _, without = name.partition(" ")
     found = [run for run in analysis.runs if run.architecture == architecture and getattr(run, part)]
     found = [run for run in found if without in run.label]
-    if part == "norms":  # lengths that overflowed, as in a run that diverged, decide nothing
-        found = [run for run in found if run.norms and all(s.mean is not None for s in run.norms.stream)]
     return getattr(min(found, key=lambda run: "without" in run.label), part) if found else None
 
 
-def stream_means(norms: Norms) -> list[float]:
-    return [s.mean or 0.0 for s in norms.stream]
+def stream_means(norms: Norms) -> list[float] | None:
+    """None if a length overflowed, as in a run that diverged: that decides no claim."""
+    means = [s.mean for s in norms.stream if s.mean is not None]
+    return means if len(means) == len(norms.stream) else None
 
 
 def within(values: Sequence[float], factor: float) -> bool:
@@ -73,8 +73,9 @@ def within(values: Sequence[float], factor: float) -> bool:
     return bool(values) and all(1 / factor <= value <= factor for value in values)
 
 
-def depth(gpt: Norms) -> Claim:
-    means = stream_means(gpt)
+def depth(gpt: Norms) -> Claim | None:
+    if (means := stream_means(gpt)) is None:
+        return None
     first, last = means[0], means[-1]
     growth = last / first if first else 0.0
     return Claim(
@@ -85,8 +86,9 @@ def depth(gpt: Norms) -> Claim:
     )
 
 
-def order_one(angpt: Norms) -> Claim:
-    means = stream_means(angpt)
+def order_one(angpt: Norms) -> Claim | None:
+    if (means := stream_means(angpt)) is None:
+        return None
     return Claim(
         "The residual norm of anGPT stays of order 1 (2.48 on average).",
         f"every layer is within a factor of {ORDER_ONE:g} of 1",
@@ -95,8 +97,9 @@ def order_one(angpt: Norms) -> Claim:
     )
 
 
-def sphere(ngpt: Norms) -> Claim:
-    means = stream_means(ngpt)
+def sphere(ngpt: Norms) -> Claim | None:
+    if (means := stream_means(ngpt)) is None:
+        return None
     return Claim(
         "The residual norm of nGPT does not grow at all.",
         "every layer is within 1 % of 1",
@@ -119,9 +122,10 @@ def ratios(angpt: Norms, gpt: Norms) -> Claim:
 
 
 def gamma(gpt: Norms) -> Claim | None:
-    if "norm_a" not in gpt.gamma or len(gpt.attention) < 3:
+    means = stream_means(gpt)
+    if "norm_a" not in gpt.gamma or len(gpt.attention) < 3 or means is None:
         return None
-    found = correlation(gpt.gamma["norm_a"], stream_means(gpt)[:-1])
+    found = correlation(gpt.gamma["norm_a"], means[:-1])
     return Claim(
         "γ of GPT+ grows slightly with the norm of the stream.",
         "the correlation of γ_a, that before attention, with it over layers is above 0.5",

@@ -166,6 +166,14 @@ def test_gamma_must_follow_the_stream(measured):
         assert claim.holds == holds, claim
 
 
+def test_lengths_that_overflowed_decide_no_claim(measured):
+    norms = streams(1.0, 2.0, 3.0, 4.0)["norms"]
+    lost = {"stream": (*norms["stream"][:-1], dataclasses.replace(norms["stream"][-1], mean=None))}
+    found = claims(with_measurements(measured, {GPT: {"norms": norms | lost}}))
+    assert not any("residual norm of GPT+" in claim.paper for claim in found)
+    assert any("residual norm of anGPT" in claim.paper for claim in found)
+
+
 def test_a_claim_names_what_was_measured(measured):
     found = claims(with_measurements(measured, {GPT: streams(1.5, 3.0, 7.5), ANGPT: alphas(0.2, -1.6, 1.94)}))
     here = {c.paper.split()[0]: c.here for c in reversed(found)}
