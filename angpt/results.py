@@ -112,8 +112,8 @@ class Cost:
     parameters: int
     step_ms: Interval
     overhead: Interval | None
-    """Relative to the baseline's step time: 0.03 is 3 % more. None for the baseline, and without
-    runs of both with the same budget, batch and seed."""
+    """Relative to the baseline's step time: 0.03 is 3 % more. None for the baseline, and without runs of both with the
+    same budget, batch and seed."""
     memory_gib: float | None
 
 

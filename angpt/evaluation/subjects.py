@@ -62,7 +62,8 @@ def open_subject(path: Path) -> Subject:
         config = Run.open(path).config() if (path / "config.toml").exists() else None
         folders = [path, *([] if config is None else [Path(config.data.path)])]
         tokenizer = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).exists()), None)
-        model, load, mask = results.model, partial(_no_weights, path), False
+        model, load = results.model, partial(_no_weights, path)
+        mask = config is not None and config.data.mask_documents
     else:
         config, tokenizer = run_configuration(source), source.tokenizer_path
         cfg, known = source.cfg, source.training.tokenizer_fingerprint
@@ -70,7 +71,6 @@ def open_subject(path: Path) -> Subject:
         model = Evaluated(name, source.kind, source.sha256(), cfg.context, cfg.vocab_size, known)
         load, mask = partial(_load, source), source.recorded.mask_documents
     data = None if config is None else Path(config.data.path)
-    mask = mask or (config is not None and config.data.mask_documents)
     return Subject(path, model, load, tokenizer, data, mask)
 
 

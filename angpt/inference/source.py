@@ -52,7 +52,7 @@ class Source:
     @cached_property
     def changed(self) -> bool:
         """True if the weights of an export are no longer those that were exported, for example after fine-tuning."""
-        return self.exported_sha256 not in (None, self.sha256())
+        return self.exported_sha256 is not None and self.exported_sha256 != self.sha256()
 
     @property
     def training(self) -> Training:

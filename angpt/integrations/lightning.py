@@ -1,12 +1,11 @@
 """The constraints of a model in Lightning's Trainer."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback
 from torch import nn
 
-from angpt.constraints import Constraint, constrain
+from angpt.constraints import Constraints, constrain
 
 
 class ConstrainCallback(Callback):  # type: ignore[misc]
@@ -18,7 +17,7 @@ class ConstrainCallback(Callback):  # type: ignore[misc]
         constraints: By names of parameters; those of `angpt.constraints_of` unless given.
     """
 
-    def __init__(self, constraints: Mapping[str, Constraint] | None = None) -> None:
+    def __init__(self, constraints: Constraints | None = None) -> None:
         self.constraints = constraints
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -1,12 +1,11 @@
 """The constraints of a model in transformers' Trainer."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
 
-from angpt.constraints import Constraint, constrain
+from angpt.constraints import Constraints, constrain
 
 
 class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
@@ -18,7 +17,7 @@ class ConstrainCallback(TrainerCallback):  # type: ignore[misc]
         constraints: By names of parameters; those of `angpt.constraints_of` unless given.
     """
 
-    def __init__(self, constraints: Mapping[str, Constraint] | None = None) -> None:
+    def __init__(self, constraints: Constraints | None = None) -> None:
         self.constraints = constraints
 
     def on_train_begin(
