@@ -299,8 +299,9 @@ def report(
     chosen = (baseline or ("gpt+" if "gpt+" in names else names[0])).lower()
     if chosen not in names:
         raise UserError(f"--baseline {chosen}: none of the runs is of this architecture")
-    command, target = f"angpt report {shlex.join(map(str, paths))}", Path(out or "report")
-    return write_pages(target, summarise_runs(paths, chosen), target, [command], paths, progress)
+    command, target = ["angpt", "report", *map(str, paths)], Path(out or "report")
+    command += [*(["--out", str(out)] if out is not None else []), *(["--baseline", chosen] if baseline else [])]
+    return write_pages(target, summarise_runs(paths, chosen), target, [shlex.join(command)], paths, progress)
 
 
 def fit_hparams(

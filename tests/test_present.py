@@ -1,7 +1,9 @@
 import io
 
+import pytest
 from rich.console import Console
 
+from angpt.present.style import log_ticks
 from angpt.present.tables import Strong, Table, show
 
 TABLE = Table(
@@ -38,3 +40,11 @@ def test_markdown():
 
 def test_brackets_in_cells_are_text():
     assert any("[bold]" in line for line in printed(Table(("[bold]",), [("[/]",)])))
+
+
+@pytest.mark.parametrize("high", [0.0042, 0.0046, 0.0061, 0.0084, 0.012, 0.02, 0.2, 20])
+def test_ticks_of_logarithmic_axes_are_few_and_tell_the_scale(high):
+    low, digits = 0.0041, (1, 2, 3, 5, 7)
+    ticks = [tick for tick in log_ticks(low, high, digits).tick_values(low, high) if low <= tick <= high]
+    assert 2 <= len(ticks) <= (10 if high > 8 * low else 5)
+    assert len({f"{tick:.2g}" for tick in ticks}) == len(ticks)

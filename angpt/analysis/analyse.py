@@ -12,6 +12,7 @@ from angpt.analysis.attention import AttentionProbe, LayerAttention
 from angpt.analysis.factors import FactorProbe, MeasuredFactor
 from angpt.analysis.history import History
 from angpt.analysis.inputs import Condition, TextSource, conditions, text_batches, token_counts
+from angpt.analysis.parts import PARTS, TOKENS
 from angpt.analysis.probe import Probe, observe
 from angpt.config import Device, Recipe, TrainConfig
 from angpt.data.shards import TOKENIZER, TokenData
@@ -26,11 +27,6 @@ from angpt.training.hardware import choose_device, present
 from angpt.training.plan import MICRO_TOKENS, rule_for
 from angpt.training.record import RunRecord
 
-PARTS = ("norms", "factors", "learned", "moments", "robustness", "attention")
-"""Parts of an analysis of runs; `toy`, the examples of the paper's section 3, needs no run."""
-
-TOKENS = 16_384
-"""Validation tokens to measure on: seconds on a laptop, with an error of the means below 1 %."""
 SHIFTED = 8
 """Each kind of unusual input has 1/8 of the tokens."""
 

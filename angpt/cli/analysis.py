@@ -6,20 +6,18 @@ from typing import Annotated
 
 import tyro
 
+from angpt.analysis.parts import PARTS, TOKENS, TOY
 from angpt.config import Device
 from angpt.errors import UserError, nearest
 from angpt.present.terminal import terminal
 
-ALL = ("norms", "factors", "learned", "moments", "robustness", "attention")
-TOY = "toy"
-
 
 def analyze(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
-    parts: tuple[str, ...] = ALL,
+    parts: tuple[str, ...] = PARTS,
     data: str | None = None,
     out: Path | None = None,
-    tokens: int = 16_384,
+    tokens: int = TOKENS,
     device: Device = "auto",
 ) -> None:
     """Measure inside trained models what the paper measures: tables here, JSON, Markdown and figures in a folder.
@@ -36,10 +34,10 @@ def analyze(
     """
     console = terminal()
     for part in parts:
-        if part not in (*ALL, TOY):
-            raise UserError(f"unknown part {part!r}: {nearest(part, (*ALL, TOY))}")
+        if part not in (*PARTS, TOY):
+            raise UserError(f"unknown part {part!r}: {nearest(part, (*PARTS, TOY))}")
     if not parts:
-        raise UserError(f"--parts needs at least one of {', '.join((*ALL, TOY))}")
+        raise UserError(f"--parts needs at least one of {', '.join((*PARTS, TOY))}")
     measured = [part for part in parts if part != TOY]
     from angpt.api import run_folders
 
@@ -59,10 +57,12 @@ def analyze(
         from angpt.present.tables import show
 
         arguments = ["angpt", "analyze", *map(str, runs), "--out", str(target), "--tokens", str(tokens)]
-        arguments += ["--parts", *parts] if parts != ALL else []
+        arguments += ["--parts", *parts] if parts != PARTS else []
         arguments += ["--data", data] if data else []
         with progress(console) as tick:
             analysis = analyse(folders, measured, data=data, tokens=tokens, device=device, tick=tick)
+        if measured == ["moments"] and all(run.moments is None for run in analysis.runs):
+            raise UserError("no run has records of moments; train with --record-moments")
         try:
             target.mkdir(parents=True, exist_ok=True)
             page = write_analysis(analysis, target, shlex.join(arguments))

@@ -7,6 +7,7 @@ import tyro
 
 from angpt.config import PrepareConfig
 from angpt.present.terminal import terminal
+from angpt.present.words import plural
 
 
 def prepare(
@@ -29,8 +30,9 @@ def prepare(
     folder = out or Path("data") / default_name(sources)
     index = api.prepare(sources, folder, config, progress=True)
     for name, split in (("train", index.train), ("val", index.val)):
-        replaced = f", invalid UTF-8 replaced in {split.replaced:,} documents" if split.replaced else ""
-        counts = f"{split.tokens:,} tokens, {split.documents:,} documents, {split.text_bytes / 1e6:,.1f} MB of text"
+        documents, changed = plural(split.documents, "document"), plural(split.replaced, "document")
+        replaced = f", invalid UTF-8 replaced in {changed}" if split.replaced else ""
+        counts = f"{split.tokens:,} tokens, {documents}, {split.text_bytes / 1e6:,.1f} MB of text"
         terminal().print(f"{folder}/{name}: {counts}{replaced}")
 
 

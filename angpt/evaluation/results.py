@@ -203,6 +203,9 @@ def show(models: Sequence[Results], console: Console) -> None:
 
 
 def headings(models: Sequence[Results]) -> list[str]:
-    """Names of the models, followed by their weights where names are equal."""
+    """Names of the models, followed by their kind and weights where names are equal."""
     names = [m.model.name for m in models]
-    return [m.model.name if names.count(m.model.name) == 1 else f"{m.model.name} {m.model.weights[:6]}" for m in models]
+    return [
+        m.model.name if names.count(m.model.name) == 1 else f"{m.model.name} ({m.model.kind}, {m.model.weights[:6]})"
+        for m in models
+    ]

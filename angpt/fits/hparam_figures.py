@@ -142,8 +142,9 @@ def _draw_rates(ax: Axes, trend: Trend) -> None:
         at = [[v for v, own in zip(values, mine, strict=True) if own] for values in (fitted, found)]
         ax.plot(*at, MARKERS[i % 7], color=DEPTH(i / max(1, len(sizes) - 1)), mec=INK, mew=0.6, label=quantity(size))
     ax.set(xscale="log", yscale="log", xlim=x, ylim=x)
+    digits = (1, 2, 3, 5, 7) if x[1] < 8 * x[0] else (1, 2, 5)
     for axis in (ax.xaxis, ax.yaxis):
-        label_axis(axis, "{:.2g}".format, log_ticks(x[0], x[1], digits=(1, 2, 3, 5, 7)))
+        label_axis(axis, "{:.2g}".format, log_ticks(x[0], x[1], digits))
     ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), title="parameters", fontsize=8, title_fontsize=8)
 
 

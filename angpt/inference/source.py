@@ -1,7 +1,9 @@
 """A trained model on disk in any of its forms: a run, a folded model, a Hugging Face export."""
 
 import hashlib
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +144,10 @@ def _open_run(path: Path) -> Source:
         raise UserError(f"{path}: no good checkpoint in {run.checkpoints}; train the run, or continue it with --resume")
     state = checkpoint.read_state(newest, verify=False)
     checkpoint.check_config(newest, state, config)
+    with suppress(UserError):  # a damaged summary takes nothing from the model
+        if (summary := run.summary()) is not None and summary.status == "diverged":
+            what = f"diverged after {summary.step:,} steps; its model is the last good one, of step {state.step:,}"
+            warnings.warn(f"{path}: {what}", stacklevel=3)
     step = state.step or None  # 0: imported, so that the number is not known
     tokens = step * config.batch_tokens if step and config.batch_tokens else None
     mask = config.data.mask_documents

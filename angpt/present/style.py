@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from angpt.present.words import quantity
 
@@ -122,8 +122,11 @@ def plain_log_axis(axes: Axes, which: Literal["x", "y"] = "y") -> None:
     label_axis(axis, "{:g}".format, log_ticks(low, high, (1, 2, 5)))
 
 
-def log_ticks(low: float, high: float, digits: Sequence[float] = (1, 3), short: float = 300.0) -> LogLocator:
-    """Ticks at powers of ten, and at multiples by `digits` on an axis that spans less than a factor of `short`."""
+def log_ticks(low: float, high: float, digits: Sequence[float] = (1, 3), short: float = 300.0) -> Locator:
+    """Ticks at powers of ten, and at multiples by `digits` on an axis that spans less than a factor of `short`; at
+    most five at round numbers on one that spans less than a factor of 2.2."""
+    if high / low < 2.2:
+        return MaxNLocator(4, steps=(1, 2, 5, 10))
     return LogLocator(subs=digits if high / low < short else (1,))
 
 

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from angpt.cli.analysis import ALL
+from angpt.analysis.parts import PARTS
 from angpt.training.launch import start
 from angpt.training.reporter import Quiet
 from tests.command import angpt
@@ -32,7 +33,7 @@ def test_json_markdown_and_figures_are_written(written):
     out, _ = written
     found = json.loads((out / "analysis.json").read_text())
     assert [r["label"] for r in found["runs"]] == ["GPT+", "GPT+ without warm-up", "nGPT", "anGPT"]
-    assert all(r[part] is not None for r in found["runs"] for part in ALL)
+    assert all(r[part] is not None for r in found["runs"] for part in PARTS)
     page = (out / "analysis.md").read_text()
     for name in CHARTS:
         assert f"(figures/{name}.png)" in page
@@ -139,3 +140,13 @@ def test_a_folder_that_cannot_be_written_to(capsys, runs, tmp_path):
     code, text = angpt(capsys, "analyze", runs["angpt"], "--parts", "learned", "--out", tmp_path / "file" / "below")
     assert code == 2
     assert "cannot be written" in text
+
+
+def test_moments_need_records_of_them(capsys, runs, tmp_path):
+    quiet = tmp_path / "quiet"
+    shutil.copytree(runs["angpt"], quiet)
+    lines = (quiet / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (quiet / "metrics.jsonl").write_text("".join(line for line in lines if '"moments"' not in line))
+    code, text = angpt(capsys, "analyze", quiet, "--parts", "moments", "--out", tmp_path / "out")
+    assert (code, "train with --record-moments" in text) == (2, True)
+    assert not (tmp_path / "out").exists()

@@ -14,7 +14,7 @@ def test_prepare_then_info(tmp_path, monkeypatch, capsys):
         (tmp_path / "notes" / f"{name}.txt").write_text(f"the text of {name}")
     tyro.cli(prepare, args=["notes", "--tokenizer", "bytes", "--workers", "1"])
     assert Index.read(tmp_path / "data" / "notes").train.documents == 1
-    assert "data/notes/train: 14 tokens, 1 documents" in capsys.readouterr().out
+    assert "data/notes/train: 14 tokens, 1 document," in capsys.readouterr().out
     tyro.cli(info, args=["data/notes"])
     assert "checksums correct" in " ".join(capsys.readouterr().out.split())
 

@@ -136,8 +136,8 @@ def test_columns_are_told_apart_and_never_broken() -> None:
         Console(file=shown, width=40),
     )
     text = shown.getvalue()
-    assert "one 012345" in text
-    assert "one fedcba" in text
-    assert "one fedcba: weights fedcba9876543210" in text
+    assert "one (run, 012345)" in text
+    assert "one (run, fedcba)" in text
+    assert "one (run, fedcba): weights fedcba9876543210" in " ".join(text.split())
     piqa = next(line for line in text.splitlines() if "PIQA" in line)
     assert " ".join(piqa.split()) == "PIQA acc ↑ 1,838 0.6100 ± 0.0123 0.6200 ± 0.0123 0.6200 ± 0.0123"

@@ -12,7 +12,7 @@ from angpt.inference.fold import fold
 from angpt.inference.source import digest, open_source
 from angpt.models.variants import build
 from angpt.training import checkpoint
-from angpt.training.run import Run
+from angpt.training.run import Run, Summary
 from tests.inference.conftest import byte_model, write_run
 
 TOKENS = torch.arange(20)[None]
@@ -38,6 +38,14 @@ def test_the_newest_good_checkpoint_of_a_run_is_opened(run: Run) -> None:
     with pytest.warns(UserWarning, match="damaged"):
         source = open_source(run.path)
     assert torch.equal(source.decoder()(TOKENS), byte_model()(TOKENS))
+
+
+def test_a_run_that_diverged_is_told(run: Run) -> None:
+    run.write_summary(Summary("diverged", 8, 9, 1024, None, 1.0, 0.0, None, None, 1, 1, None, {}))
+    with pytest.warns(UserWarning, match=r"diverged after 8 steps; its model is the last good one, of step 7$"):
+        open_source(run.path)
+    (run.path / "summary.json").write_text("{")  # says nothing about the model
+    assert open_source(run.path).training.step == 7
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@ import dataclasses
 import html
 import math
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -217,8 +218,10 @@ def test_a_comparison_with_muon_from_the_command_to_the_page(data, tmp_path, cap
 
 def test_runs_alone_make_a_report(finished, tmp_path, capsys):
     folders = [job.folder for job in runs(finished)]
-    main(["report", *map(str, folders), "--out", str(tmp_path / "page")])
-    assert (tmp_path / "page" / "report.html").exists()
+    options = ["--out", str(tmp_path / "page"), "--baseline", "gpt+"]
+    main(["report", *map(str, folders), *options])
+    page = re.sub("</?span>", "", (tmp_path / "page" / "report.html").read_text(encoding="utf-8"))
+    assert html.escape(shlex.join(["angpt", "report", *map(str, folders), *options])) in page  # how to repeat it
     alone, whole = summarise_runs(folders, "gpt+"), finished.result()
     for row in alone.rows:
         same = next(r for r in whole.rows if (r.architecture, r.tokens) == (row.architecture, row.tokens))
