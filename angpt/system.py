@@ -172,5 +172,7 @@ def file_sha256(path: Path) -> str:
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use, at most OMP_NUM_THREADS as for the threads of PyTorch."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(most)) if most.isdecimal() and int(most) > 0 else cores
