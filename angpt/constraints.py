@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from angpt.errors import UserError
 
-# Smaller than the square root of any fp32 number, with a finite reciprocal: keeps zero vectors from becoming NaN.
-TINY = 1e-30
+TINY = 1e-18
+"""Shorter vectors are scaled as if they had this length. The squares of their entries are zero in fp32, or nearly: zero
+vectors stay zero, and others do not become long."""
 
 MAPS = (
     nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention,

@@ -64,6 +64,13 @@ def test_zero_vectors_stay_zero(kind, dim):
     assert torch.equal(project_(torch.zeros(3, 4), Constraint(kind, dim)), torch.zeros(3, 4))
 
 
+@pytest.mark.parametrize("size", [1e-16, 1e-20, 1e-22, 1e-25, 1e-40])
+def test_tiny_vectors_do_not_become_long(size):
+    lengths = project_(torch.full((2, 64), size), Constraint("unit", 1)).norm(dim=1)
+    assert (lengths <= 1.001).all()
+    assert size < 1e-18 or (lengths >= 0.999).all()
+
+
 def test_dimensions_of_each_architecture():
     ngpt = build(angpt.ModelConfig(architecture="ngpt", **TINY)).constraints()
     along_columns = {name.split(".")[-2] for name, c in ngpt.items() if c.dim == 0}

@@ -96,16 +96,21 @@ class Loader:
         return self.data.gather(chosen * self.context, self.context + 1)
 
 
-def validation_batches(
-    data: TokenData, context: int, batch_size: int, max_windows: int | None = None
-) -> Iterator[NDArray[np.int64]]:
-    """`max_windows` windows spread evenly over the data (all of them if None), in order; the last batch may be smaller.
+def validation_starts(data: TokenData, context: int, max_windows: int | None = None) -> NDArray[np.int64]:
+    """Where `max_windows` windows begin that are spread evenly over the data (all of them if None), in order.
 
     Spread, because the first documents of a validation split need not be typical.
     """
     windows = count_windows(data, context)
     chosen = windows if max_windows is None else min(windows, max_windows)
-    starts = np.arange(chosen, dtype=np.int64) * windows // chosen * context
+    return np.arange(chosen, dtype=np.int64) * windows // chosen * context
+
+
+def validation_batches(
+    data: TokenData, context: int, batch_size: int, max_windows: int | None = None
+) -> Iterator[NDArray[np.int64]]:
+    """The windows of `validation_starts`, in order; the last batch may be smaller."""
+    starts = validation_starts(data, context, max_windows)
     for i in range(0, len(starts), batch_size):
         yield data.gather(starts[i : i + batch_size], context + 1)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from angpt.data.verify import contents
 from angpt.errors import UserError
 from angpt.serialization import read_json, sealed_json
-from angpt.system import check_name, file_sha256, write_atomically
+from angpt.system import check_name, file_sha256, sync, write_atomically
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -148,6 +148,7 @@ class ShardWriter:
         os.fsync(self.file.fileno())
         self.file.close()
         self.part.replace(self.path)
+        sync(self.path.parent)  # before the journal names it
         sha256 = self.digest.hexdigest()
         return Shard(file=self.path.name, **self.counts, max_token=self.max_token, sha256=sha256)
 

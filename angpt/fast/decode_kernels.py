@@ -141,12 +141,12 @@ def _project(
 
 @triton.jit
 def _down(
-    w_ptr, scale_ptr, y_ptr, x_ptr, n, width,
+    w_ptr, scale_ptr, y_ptr, x_ptr, n, width, batch,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """x = W · y. Programs with the same rows of W are neighbours: with several y, the cache serves all but one."""
-    row = tl.program_id(0)
-    rows, cols = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    row, part = tl.program_id(0) % batch, tl.program_id(0) // batch
+    rows, cols = part * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = (rows < n)[:, None] & (cols < width)[None, :]
     w = tl.load(w_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :], inside, 0.0)
     _await(OVERLAP)
@@ -274,8 +274,8 @@ class Steps:
         """The product of a matrix with y; each program computes some rows of it."""
         n, width = weight.shape
         x, padded = torch.empty(len(y), n, device=y.device), triton.next_power_of_2(width)
-        _down[len(y), triton.cdiv(n, rows)](
-            weight, scale, y, x, n, width, ROWS=rows, WIDTH=padded, num_warps=warps(padded * rows // 16),
+        _down[(len(y) * triton.cdiv(n, rows),)](  # in one dimension: others end at 65,535 programs
+            weight, scale, y, x, n, width, len(y), ROWS=rows, WIDTH=padded, num_warps=warps(padded * rows // 16),
             **self.scaled, **self.launch,
         )  # fmt: skip
         return x

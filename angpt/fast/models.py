@@ -1,11 +1,18 @@
 """Fast forms of the operations of `angpt.models`: bf16 and e4m3 on an NVIDIA GPU, by Triton kernels and cuBLAS."""
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
 from angpt.fast import tuning
 from angpt.float8 import E4M3
 from angpt.models import float8, primitives
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Dimensions of a head for which there are kernels."""
@@ -102,15 +109,29 @@ def _tensor_cores_fit(a: Tensor, b: Tensor, factor: float, a_inverse: Tensor, b_
     return _e4m3_on_gpu(a) and all(size % 16 == 0 for size in (*a.shape, *b.shape))
 
 
+def on_its_device(fast: Callable[P, R]) -> Callable[P, R]:
+    """The function with the GPU of its first argument as the current one, on which Triton launches. Compiled code takes
+    care of that itself."""
+
+    @functools.wraps(fast)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return fast(*args, **kwargs)
+        with torch.cuda.device_of(next(iter((*args, *kwargs.values())))):  # type: ignore[no-untyped-call]
+            return fast(*args, **kwargs)
+
+    return call
+
+
 # Each predicate has the parameters of its operation, which may be called with keywords.
-primitives.residual_update.accelerate(residual_update, _one_alpha_per_column)
-primitives.swiglu.accelerate(swiglu, lambda uz, factor=1.0: bf16_on_gpu(uz))
-primitives.cross_entropy.accelerate(cross_entropy, lambda logits, targets: bf16_on_gpu(logits))
-primitives.scaled_rms.accelerate(scaled_rms, lambda x, gain: bf16_on_gpu(x))
+primitives.residual_update.accelerate(on_its_device(residual_update), _one_alpha_per_column)
+primitives.swiglu.accelerate(on_its_device(swiglu), lambda uz, factor=1.0: bf16_on_gpu(uz))
+primitives.cross_entropy.accelerate(on_its_device(cross_entropy), lambda logits, targets: bf16_on_gpu(logits))
+primitives.scaled_rms.accelerate(on_its_device(scaled_rms), lambda x, gain: bf16_on_gpu(x))
 primitives.linear_with_row_gains.accelerate(
-    linear_with_row_gains, lambda x, weight, gains: bf16_on_gpu(weight) and x.dtype == weight.dtype
+    on_its_device(linear_with_row_gains), lambda x, weight, gains: bf16_on_gpu(weight) and x.dtype == weight.dtype
 )
-primitives.normed_heads.accelerate(normed_heads, _known_head)
-float8.quantize.accelerate(quantize, lambda x, scale: bf16_on_gpu(x))
-float8.transpose.accelerate(transpose, lambda x: _e4m3_on_gpu(x))
+primitives.normed_heads.accelerate(on_its_device(normed_heads), _known_head)
+float8.quantize.accelerate(on_its_device(quantize), lambda x, scale: bf16_on_gpu(x))
+float8.transpose.accelerate(on_its_device(transpose), lambda x: _e4m3_on_gpu(x))
 float8.float8_product.accelerate(float8_product, _tensor_cores_fit)

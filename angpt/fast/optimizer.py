@@ -14,6 +14,9 @@ from angpt.optim.muon import descend_, momentum_, symmetric_polynomial, symmetri
 from angpt.optim.optimizer import square_sum
 from angpt.optim.states import ALIGNMENT, ParameterState
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the kernels read."""
+
 
 def _adam(states: Sequence[ParameterState], gradients: Sequence[Tensor], clip: Tensor, **options: Any) -> None:
     from angpt.fast import optimizer_kernels  # imports Triton
@@ -66,11 +69,11 @@ def _is_matrix_on_gpu(x: Tensor) -> bool:
 def _adam_applies(states: Sequence[ParameterState], gradients: Sequence[Tensor] = (), *_: object, **__: object) -> bool:
     on_gpu = all(_is_matrix_on_gpu(s.weight) and s.weight.dtype == torch.float32 for s in states)
     fit = on_gpu and all(s.weight.shape[1] <= tuning.ADAM_WIDEST for s in states)
-    return fit and all(map(_aligned, (*(t for s in states for t in (s.weight, s.exp_avg)), *gradients)))
+    return fit and all(map(_readable, (*(t for s in states for t in (s.weight, s.exp_avg)), *gradients)))
 
 
 def _square_sum_applies(tensors: Sequence[Tensor]) -> bool:
-    return all(map(_is_matrix_on_gpu, tensors))
+    return all(_is_matrix_on_gpu(x) and x.dtype in DTYPES for x in tensors)
 
 
 def _momentum_applies(
@@ -83,8 +86,8 @@ def _descend_applies(states: Sequence[ParameterState], updates: Sequence[Tensor]
     return _adam_applies(states, updates)
 
 
-def _aligned(x: Tensor) -> bool:
-    return x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
+def _readable(x: Tensor) -> bool:
+    return x.dtype in DTYPES and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def _bf16_on_gpu(x: Tensor, *_: object) -> bool:

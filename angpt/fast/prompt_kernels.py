@@ -61,7 +61,7 @@ def _prompt_heads(
     elif GAINS > 1:
         q = q * tl.load(gain_ptr + at, known, 0.0)
     tl.store(q_ptr + (row.to(tl.int64) * length + token) * d + at, q.to(q_ptr.dtype.element_ty), known)
-    slot = row.to(tl.int64) * stride_row + head[:, None] * stride_head + token * D_HEAD + dims[None, :]
+    slot = row.to(tl.int64) * stride_row + head.to(tl.int64)[:, None] * stride_head + token * D_HEAD + dims[None, :]
     tl.store(k_ptr + slot, k.to(k_ptr.dtype.element_ty), known)
     tl.store(v_ptr + slot, v, known)
 

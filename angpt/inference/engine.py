@@ -28,6 +28,8 @@ FEWEST_SLOTS = 128
 """Smallest number of slots that a step attends to."""
 WARMUP_STEPS = 3
 """Steps before a graph is captured, in which libraries initialise themselves."""
+MOST_SHAPES = 4096
+"""Largest number of shapes for which a layer of a decode step is compiled."""
 
 
 @cache
@@ -38,7 +40,14 @@ def compiled_layer() -> Any:
     def layer(part: Layer, h: Tensor, ctx: Context, cache: Cache, slots: Tensor) -> Tensor:
         return part.forward(h, ctx, cache, slots, by_hand=True)
 
-    return torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False, options={"coordinate_descent_tuning": True})
+
+    def call(*args: Any) -> Tensor:
+        # One for each number of rows and of slots, of which PyTorch allows eight in a process.
+        with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES, accumulated_recompile_limit=MOST_SHAPES):
+            return compiled(*args)
+
+    return call
 
 
 @cache
@@ -111,7 +120,10 @@ def record(
                 warm_up()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=next((other.pool() for other in others), None)):
+        pool = next((other.pool() for other in others), None)
+        # Without a stream, one that PyTorch made for the first capture of the process, perhaps on another device;
+        # thread_local, because other threads may allocate pinned memory meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             run()
     return graph
 

@@ -98,8 +98,10 @@ def fold_block(layer: Any, block: Any, design: Design, factor: float, stream: fl
     elif design.qk == "s_qk":
         layer.gain.copy_((block.s_qk().double().square() * (block.sqrt_d_k / layer.d_head)).view_as(layer.gain))
     if design.lerp:
-        layer.keep_a.data, layer.add_a.data = two_vectors(block.alpha_a(), design)
-        layer.keep_m.data, layer.add_m.data = two_vectors(block.alpha_m(), design)
+        for which, alpha in (("a", block.alpha_a()), ("m", block.alpha_m())):
+            keep, add = two_vectors(alpha.double(), design)
+            getattr(layer, f"keep_{which}").copy_(keep)
+            getattr(layer, f"add_{which}").copy_(add)
     elif design.weighted_update:
         for vector in (layer.keep_a, layer.add_a, layer.keep_m, layer.add_m):
             vector.fill_(design.update_factor)
@@ -110,9 +112,8 @@ def fold_block(layer: Any, block: Any, design: Design, factor: float, stream: fl
 
 def two_vectors(alpha: Tensor, design: Design) -> tuple[Tensor, Tensor]:
     """`keep` and `add`, which multiply the stream and the block's output in a residual update."""
-    wide = alpha.double()
-    nu = design.update_factor * (nu_lerp(wide) if design.nu_alpha else 1.0)
-    return ((1 - wide) * nu).to(alpha.dtype), (wide * nu).to(alpha.dtype)
+    nu = design.update_factor * (nu_lerp(alpha) if design.nu_alpha else 1.0)
+    return (1 - alpha) * nu, alpha * nu
 
 
 def columns(norm: Any, factor: float, stream: float) -> Tensor | float:

@@ -254,14 +254,19 @@ class Writer:
 
     def _decode(self, at_end: bool) -> None:
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        piece = decode(self.before + self.pending)[len(decode(self.before)) :]
-        if piece.endswith("\ufffd") and len(self.pending) < MAX_CHARACTER_TOKENS and not at_end:
-            return
+        piece, kept = decode(self.before + self.pending)[len(decode(self.before)) :], 0
+        if piece.endswith("\ufffd") and not at_end:
+            if len(self.pending) < MAX_CHARACTER_TOKENS:
+                return
+            # Most of them are no character, but the last ones may begin one.
+            texts = ((k, decode(self.before + self.pending[:-k])[len(decode(self.before)) :]) for k in (3, 2, 1))
+            kept, piece = next(((k, text) for k, text in texts if text and piece.startswith(text)), (0, piece))
         longest = max(map(len, self.stop), default=1)
         start = max(0, len(self.text) - longest + 1)
         self.text += piece
         # A piece of text is enough of what came before, and it begins with a whole character.
-        self.before, self.pending = (self.pending if piece else self.before + self.pending), []
+        done = self.pending[: len(self.pending) - kept]
+        self.before, self.pending = (done if piece else self.before + done), self.pending[len(done) :]
         places = [place for s in self.stop if (place := self.text.find(s, start)) >= 0]
         if places:
             self.stopped = True

@@ -84,7 +84,8 @@ def orthogonalize(x: Tensor) -> Tensor:
     """The orthogonal factor U Vᵀ of each matrix U S Vᵀ of a batch, with singular values near 1. 0 stays 0.
 
     The first iteration divides each matrix by its Frobenius norm, so that singular values are at most 1. The square of
-    the norm is the trace of XXᵀ, which overflows for norms above 10¹⁹.
+    the norm is the trace of XXᵀ, which overflows for norms above 10¹⁹; the kernels also square XXᵀ before they divide,
+    which overflows for norms above 10⁹.
     """
     rows, columns = x.shape[-2:]
     wide_dtype = torch.promote_types(x.dtype, torch.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +35,7 @@ def start(config: TrainConfig, out: Path, reporter: Reporter, again: bool = Fals
     """
     if again and out.exists() and (summary := ended_as(Run.open(out), config)) is not None:
         return summary
-    with launched(config) as (plan, data, strategy):
+    with launched(config, signals) as (plan, data, strategy):
         if (again or restarted()) and strategy.share(out.exists):
             return proceed(config, plan, data, Run.open(out), reporter, strategy, signals)
         run = strategy.share(lambda: Run.create(out, plan.config))
@@ -60,8 +61,11 @@ def ended_as(run: Run, config: TrainConfig) -> Summary | None:
     summary = run.summary()
     if summary is None or not summary.ended:
         return None
-    same = config == (stored := run.config()) or not differences(stored, make_plan(config).config, RESUME_SETTINGS)
-    return summary if same else None
+    if config != (stored := run.config()):
+        plan = make_plan(dataclasses.replace(config, micro_batch=None))  # which may fit another number of processes
+        if differences(stored, plan.config, RESUME_SETTINGS):
+            return None
+    return summary
 
 
 def proceed(
@@ -94,13 +98,16 @@ def newest_checkpoint(run: Run) -> Path | None:
 
 
 @contextmanager
-def launched(config: TrainConfig) -> Iterator[tuple[Plan, Data, Strategy]]:
+def launched(config: TrainConfig, signals: bool) -> Iterator[tuple[Plan, Data, Strategy]]:
     """The plan, the data and the strategy of a run, for the processes of this launch."""
     plan = make_plan(config, launched_ranks())
     data = check(plan)
     strategy = choose_strategy(plan.device, config.parallel, config.shard_ranks, config.timeout)
     with kernels(config.kernels), strategy:
         yield plan, data, strategy
+        if signals and strategy.size > 1:
+            # torchrun sends SIGTERM to the others when the first rank ends with an exit code: until they end, too.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ def layer_scalars(model: Decoder, batch: Batch, strategy: Strategy) -> dict[str,
     whose entries may have either sign, also the mean absolute value); matrices: mean length of rows; γ: length.
     """
     lengths = model.input_lengths(batch.inputs, batch.documents)
+    strategy.release()
     rows: dict[str, list[Tensor]] = {}
     for block in model.blocks:
         for name, part in block.named_children():

@@ -159,7 +159,8 @@ class Plan:
         return given(every) > 0 and (step == self.steps or step % given(every) == 0)
 
     def lr(self, step: int) -> float:
-        """Learning rate of a step (from 0): linear warm-up, then a cosine to `final_lr` · peak in the last step."""
+        """Learning rate of a step (from 0): linear warm-up, then a cosine from the peak to `final_lr` · peak in the
+        last step, if there are two steps for it."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)

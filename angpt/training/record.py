@@ -14,7 +14,7 @@ from angpt.errors import UserError
 from angpt.serialization import parse_json, typed
 from angpt.training.run import Run, Summary
 
-TAIL_BYTES = 65_536
+BLOCK_BYTES = 65_536
 """How much of the end of metrics.jsonl `newest_values` reads."""
 NEWEST = ("step", "loss", "val_loss", "tokens_per_s")
 """Quantities of `newest_values`."""
@@ -174,15 +174,19 @@ def newest_values(folder: Path) -> dict[str, float]:
     """The newest finite values of NEWEST in metrics.jsonl, from the end of the file; those that it has."""
     found: dict[str, float] = {}
     with suppress(FileNotFoundError), Run(folder).metrics.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        for line in reversed(file.read().split(b"\n")[:-1]):
-            with suppress(UserError):  # the first may begin in the middle
-                record = typed(dict[str, Any], parse_json(line), "the line")
-                for name in NEWEST:
-                    if name not in found and record.get(name) is not None:
-                        found[name] = typed(float, record[name], name, finite=True)
-            if len(found) == len(NEWEST):
-                break
+        end, rest = file.seek(0, os.SEEK_END), b""
+        while end and len(found) < len(NEWEST):
+            start = max(0, end - BLOCK_BYTES)
+            file.seek(start)
+            rest, *lines = (b"\n" * (start == 0) + file.read(end - start) + rest).split(b"\n")
+            for line in reversed(lines):
+                if wanted := [name for name in NEWEST if name not in found and f'"{name}"'.encode() in line]:
+                    with suppress(UserError):  # the last may be incomplete
+                        record = typed(dict[str, Any], parse_json(line), "the line")
+                        for name in wanted:
+                            if record.get(name) is not None:
+                                found[name] = typed(float, record[name], name, finite=True)
+            end = start
     return found
 
 

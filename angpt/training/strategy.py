@@ -5,7 +5,6 @@ process. With FSDP, matrices are gathered block by block to compute, and every r
 """
 
 import os
-import signal
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -88,6 +87,9 @@ class Strategy(Shards, AbstractContextManager["Strategy"]):
         """The tensor with the rows of all ranks. Collective: every rank must call it."""
         return shard.rows
 
+    def release(self) -> None:
+        """Drop matrices that a forward pass has gathered, perhaps in lower precision."""
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks."""
         return value
@@ -146,8 +148,7 @@ class Distributed(Strategy):
             raise self._lost(error) or error from error
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is None:  # torchrun sends SIGTERM to the others when the first rank ends with an exit code
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until this process ends, too
+        if error is None:
             try:
                 dist.barrier(self.checkpoint_group)
             except RuntimeError as lost:
@@ -313,6 +314,9 @@ class FSDP(Distributed):
         rows, shape = shard.rows, torch.Size(shard.shape)
         spread = tensor.DTensor.from_local(rows, self.mesh, placements, run_check=False, shape=shape, stride=stride)
         return spread.full_tensor()
+
+    def release(self) -> None:
+        self.model.reshard()  # type: ignore[operator]
 
     def sum_shards(self, value: Tensor) -> Tensor:
         return all_reduced(value, self.mesh.get_group("shard"))

@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from angpt.data.loader import Batch, Loader, Prefetcher, document_numbers, end_of_text, validation_batches
+from angpt.data.loader import Batch, Loader, Prefetcher, document_numbers, end_of_text, validation_starts
 from angpt.data.shards import TokenData
 from angpt.errors import UserError
 from angpt.models.decoder import Decoder
@@ -200,7 +199,8 @@ class Trainer:
         self.engine.optimizer.zero_grad()
         if self.engine.launch_bound(first := batch.rows(0, self.plan.micro_batch)):
             self.engine.record(first)
-        self.engine.optimizer.compile_kernels(gathered=self.plan.micro_steps > 1)
+        reduced = self.strategy.size > 1 and self.config.reduce == "fp32"
+        self.engine.optimizer.compile_kernels(gathered=self.plan.micro_steps > 1 or reduced)
         synchronize(self.plan.device)
         self.compile_seconds = time.perf_counter() - start
 
@@ -249,10 +249,12 @@ class Trainer:
         """This rank's batches of windows, each with False if it is a repetition: all ranks get equally many."""
         context, rank = self.config.model.context, self.strategy.rank
         windows = max(1, self.config.eval_tokens // context)
-        batches = validation_batches(self.val_data, context, self.plan.micro_batch, windows)
-        while turn := list(islice(batches, self.strategy.size)):
-            tokens = turn[rank] if rank < len(turn) else turn[0]
-            yield torch.from_numpy(tokens).to(self.plan.device), rank < len(turn)
+        starts = validation_starts(self.val_data, context, windows)
+        batches = [starts[i : i + self.plan.micro_batch] for i in range(0, len(starts), self.plan.micro_batch)]
+        for first in range(0, len(batches), self.strategy.size):
+            counted = first + rank < len(batches)
+            tokens = self.val_data.gather(batches[first + rank if counted else first], context + 1)
+            yield torch.from_numpy(tokens).to(self.plan.device), counted
 
     def validation_batch(self, tokens: Tensor) -> Batch:
         """Inputs and targets of windows of validation tokens, with their documents if attention stays inside them."""
@@ -264,7 +266,7 @@ class Trainer:
         """Write scalars of each layer, computed on the same validation tokens each time."""
         context, dtype, device = self.config.model.context, self.plan.dtype, self.plan.device
         count = max(1, min(LAYER_TOKENS, self.plan.batch_tokens) // context)
-        windows = next(validation_batches(self.val_data, context, count, count))
+        windows = self.val_data.gather(validation_starts(self.val_data, context, count), context + 1)
         batch = self.validation_batch(torch.from_numpy(windows).to(device))
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             self.write("layers", self.step, **layer_scalars(self.model, batch, self.strategy))

@@ -8,6 +8,7 @@ from angpt.float8 import E4M3, WEIGHT_SCALE, to_e4m3
 from angpt.operations import kernels as kernels_set
 from angpt.optim.adam import adam_
 from angpt.optim.muon import descend_
+from angpt.optim.optimizer import square_sum
 from angpt.optim.states import ParameterState
 from tests.triton_anywhere import DEVICE, ON_GPU, kernels_apply  # noqa: F401
 
@@ -35,6 +36,16 @@ def test_the_widest_rows_are_left_to_the_plain_step(width, takes, monkeypatch):
     assert len(launched) == 2 * takes
     torch.testing.assert_close(chosen, plain, rtol=1e-5, atol=1e-7)
     assert chosen.norm(dim=1).tolist() == pytest.approx([1, 1, 1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "takes"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
+def test_precisions_that_the_kernels_cannot_read_are_left_to_the_plain_step(dtype, takes, monkeypatch):
+    monkeypatch.setattr("angpt.fast.optimizer._is_matrix_on_gpu", lambda x: x.ndim == 2)
+    weight = torch.randn(16, 16, device=DEVICE)
+    state = ParameterState(weight, weight, None, weight.clone(), weight.clone(), 0.1, None)
+    assert adam_.applies([state], [weight.to(dtype)]) == takes
+    assert descend_.applies([state], [weight.to(dtype)], 0.1, 2.0) == takes
+    assert square_sum.applies([weight.to(dtype)]) == takes
 
 
 @pytest.mark.parametrize("shape", [(300, 100), (64, 256), (77, 33), (70, 1040)])

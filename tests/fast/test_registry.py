@@ -1,6 +1,7 @@
 """Every operation of the registry: its fast form against its plain form, and every kernel in use by one of them."""
 
 import ast
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import angpt.fast
 from angpt.constraints import Constraint
+from angpt.fast import models
 from angpt.float8 import E4M3
 from angpt.models.primitives import make_context
 from angpt.operations import OPERATIONS, kernels, use_kernels
@@ -212,3 +214,11 @@ def test_the_environment_variable_wins_over_auto(monkeypatch):
     monkeypatch.setenv("ANGPT_KERNELS", "never")
     with pytest.raises(UserError, match="ANGPT_KERNELS must be auto or off, not 'never'"):
         use_kernels("auto")
+
+
+def test_kernels_start_on_the_device_of_their_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: contextlib.nullcontext(seen.append(x)))
+    fast = models.on_its_device(lambda x, y=0: (x, y))
+    assert [fast(1, y=2), fast(x=3)] == [(1, 2), (3, 0)]
+    assert seen == [1, 3]

@@ -45,6 +45,18 @@ def test_in_bf16_it_is_as_close_as_matrices_in_bf16_can_be(name: str) -> None:
     assert relative_error(found.double(), exact) < 0.03
 
 
+@pytest.mark.parametrize("name", ["ngpt", "angpt"])
+def test_of_a_model_in_bf16_the_vectors_are_those_in_fp32(name: str) -> None:
+    """1 − α near 1 has no room in bf16."""
+    model = tiny(name).to(torch.bfloat16)
+    for layer, block in zip(fold(model).layers, model.blocks, strict=True):
+        for which, alpha in (("a", block.alpha_a().detach().double()), ("m", block.alpha_m().detach().double())):
+            nu = 1 / torch.sqrt(alpha**2 + (1 - alpha) ** 2) if name == "angpt" else 1.0
+            for vector, exact in ((f"keep_{which}", (1 - alpha) * nu), (f"add_{which}", alpha * nu)):
+                assert getattr(layer, vector).dtype == torch.float32
+                assert relative_error(getattr(layer, vector).detach().double(), exact) < 1e-6
+
+
 def test_vectors_stay_fp32_where_matrices_are_bf16() -> None:
     for name in ("ngpt", "gpt+/dyt"):
         for p in fold(tiny(name).float()).prepare("cpu", torch.bfloat16).parameters():

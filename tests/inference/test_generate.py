@@ -185,6 +185,18 @@ def test_prompts_of_another_length_are_not_compiled_again(monkeypatch: pytest.Mo
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_a_step_is_compiled_for_as_many_batches_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the eight shapes that PyTorch allows by default."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_(args[0], fullgraph=True, backend="eager"))
+    for name in ("compiled_layer", "compiled_prompt_layer"):
+        monkeypatch.setattr(engine, name, getattr(engine, name).__wrapped__)
+    model = fold(tiny(context=16, n_layers=1).float())
+    torch._dynamo.reset()
+    for rows in range(1, 12):
+        assert len(generate(model, [[1]] * rows, 2, GREEDY, step="compiled")) == rows
+
+
 @pytest.mark.parametrize(
     ("longest", "slots", "length"),
     [(1, 99, 12), (12, 99, 12), (13, 99, 16), (17, 99, 24), (97, 999, 128), (9, 10, 10)],
@@ -261,9 +273,11 @@ def test_a_graph_is_recorded_on_the_device_of_the_model(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Stream", note("stream", stream))
     monkeypatch.setattr(torch.cuda, "current_stream", note("current", stream))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", note("graph"))
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: nullcontext())
+    captured: list[object] = []
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, *, stream, **_: nullcontext(captured.append(stream)))
     engine.record(note("run"), note("warm up"), [], torch.device("cuda:1"))
+    assert captured == [stream]  # otherwise PyTorch takes one of the device of its first capture
     assert {what for what, _ in seen} == {"stream", "current", "wait", "graph", "run", "warm up"}
     assert {device for _, device in seen} == {"cuda:1"}
 
@@ -431,6 +445,13 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
     writer = Writer(BYTES, [], (), END)
     made = "".join(writer.add([0xE2]) for _ in range(20)) + writer.add([ord("a")]) + writer.finish()
     assert made == "\ufffd" * 20 + "a"
+
+
+@given(st.lists(st.sampled_from([b"\x80", b"\xe2", b"\xf0\x9f", "🎉".encode(), "é".encode(), b"a"]), max_size=12))
+def test_text_between_bytes_that_are_none_is_whole(parts: list[bytes]) -> None:
+    writer = Writer(BYTES, [], (), None)
+    made = "".join(writer.add([byte]) for byte in b"".join(parts)) + writer.finish()
+    assert made == BYTES.decode(list(b"".join(parts)))
 
 
 def test_a_decoder_that_strips_the_first_space_is_not_fooled() -> None:

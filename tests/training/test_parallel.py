@@ -240,13 +240,17 @@ def test_a_later_attempt_does_not_read_what_an_earlier_one_wrote():
     ],
 )
 def test_the_rank_that_hangs_is_found(beats, silent, words):
+    watchdogs = [Watchdog.__new__(Watchdog) for _ in beats]
     store = torch.distributed.HashStore()
-    for rank, count in enumerate(beats):
+    for rank, (watchdog, count) in enumerate(zip(watchdogs, beats, strict=True)):
+        watchdog.store, watchdog.rank, watchdog.size, watchdog.beats, watchdog.signs = store, rank, 3, count, 10 * rank
         if count is not None:
-            store.set(str(rank), f"{count} {time.time() - (60 if rank in silent else 0)}")
-    watchdog = Watchdog.__new__(Watchdog)
-    watchdog.store, watchdog.size = store, 3
-    assert words in watchdog._verdict(silence=1.0)
+            watchdog._sign()
+    before = watchdogs[0]._noted()
+    for rank, (watchdog, count) in enumerate(zip(watchdogs, beats, strict=True)):
+        if count is not None and rank not in silent:
+            watchdog._sign()
+    assert words in watchdogs[0]._verdict(before, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from angpt.errors import UserError
-from angpt.training.record import Evaluation, RunRecord, TrainStep, newest_values
+from angpt.training.record import BLOCK_BYTES, Evaluation, RunRecord, TrainStep, newest_values
 from angpt.training.run import Run
 from tests.training.conftest import small
 
@@ -103,6 +103,15 @@ def test_records_of_layers_that_differ_are_an_error(run):
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in (LINES[2], other)))
     with pytest.raises(UserError, match=r"line 2: .*other names or another number of layers than the first record"):
         RunRecord.open(run.path).layers  # noqa: B018
+
+
+def test_the_newest_validation_loss_is_found_however_long_ago_it_was(run):
+    steps = [dict(LINES[0], step=step) for step in range(2000)]
+    lines = [{"kind": "val", "step": 0, "tokens": 0, "val_loss": 2.5, "seconds": 1.0}, *steps]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "val", "val_loss": 9')
+    assert run.metrics.stat().st_size > 3 * BLOCK_BYTES
+    found = newest_values(run.path)
+    assert (found["val_loss"], found["step"]) == (2.5, 1999.0)
 
 
 def test_newest_values_are_numbers(run):

@@ -1,6 +1,7 @@
 """Runs on many ranks: their files, their checkpoints, and what becomes of them when a rank is lost."""
 
 import os
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,25 @@ def test_a_run_on_two_ranks_is_that_of_one_process(data, tmp_path, strategy):
     path = checkpoint.newest(two.checkpoints)
     assert sorted(checkpoint.read_state(path).sha256) == sorted(p.name for p in path.glob("*.safetensors"))
     assert not list(path.glob(".metadata"))
+
+
+def run_and_note_the_handler(config, out):
+    """The status of a run without signals, that of the run that is asked for again, and the handler of SIGTERM."""
+    first, again = (start(config, out, Quiet(), again=again, signals=False).status for again in (False, True))
+    return first, again, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_records_in_bf16_are_those_of_parameters_in_fp32(data, tmp_path):
+    """FSDP gathers matrices in bf16. The micro-batch fits two ranks only, and signals stay as they were."""
+    rows = {}
+    for strategy in ("ddp", "fsdp"):
+        config = small(data, "angpt", parallel=strategy, precision="bf16", micro_batch=3)
+        answers = spread(run_and_note_the_handler, 2, config, tmp_path / strategy)
+        assert answers == [("finished", "finished", True)] * 2
+        layers = [r for r in Run(tmp_path / strategy).records() if r["kind"] == "layers"]
+        rows[strategy] = [record[name] for name in ("W_e", "W_h") for record in layers]
+    assert len(rows["ddp"]) > 2
+    assert rows["fsdp"] == pytest.approx(rows["ddp"], rel=2e-4)
 
 
 @pytest.mark.slow
