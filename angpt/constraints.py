@@ -43,6 +43,8 @@ class Constraint:
     def __post_init__(self) -> None:
         if self.kind not in ("unit", "bound"):
             raise UserError(f"unknown kind of constraint {self.kind!r}: known: bound, unit")
+        if not self.dims or not all(isinstance(d, int) for d in self.dims):
+            raise UserError(f"the dimension of a constraint must be a number or several, not {self.dim!r}")
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -134,7 +136,8 @@ def largest_violation(module: nn.Module, constraints: Constraints | None = None)
 def constrain(
     optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Constraints | None = None
 ) -> RemovableHandle:
-    """Apply the constraints now and after every step of any PyTorch optimizer.
+    """Apply the constraints now and after every step of any PyTorch optimizer. A further call replaces those of the
+    same parameters.
 
     Only parameters that the optimizer updates are changed: those in its groups that are not frozen. A warning names
     constrained parameters that are frozen or belong to no group, and those that `constraints_of` leaves out.
@@ -154,9 +157,15 @@ def constrain(
     targets = _resolve(module, constraints)
     owned = _parameters(optimizer)
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
+    missing = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in owned}
+    if owned.difference(module.parameters()):
+        what = "not trained by this optimizer, which has others that the network does not (make it after `convert`)"
+        _warn(what, [name for name, p in missing.items() if p.ndim < 2])
     others = [t.name for t in targets if t.weight.requires_grad and t.weight not in owned]
     _warn("left as they are, because this optimizer does not update them", others)
-    projection = _Projection([(t.weight, t.constraint) for t in targets])
+    for earlier in _projections(optimizer):
+        earlier.leave_out({t.weight for t in targets})
+    projection = _Projection([(t.weight, t.constraint) for t in targets], {t.weight for t in targets} & owned)
     projection(optimizer)
     return _attach(projection, optimizer)
 
@@ -170,14 +179,28 @@ class _Target(NamedTuple):
 class _Projection:
     """Hook of an optimizer that projects the parameters which the optimizer updates."""
 
-    def __init__(self, pairs: list[tuple[nn.Parameter, Constraint]]) -> None:
-        self.pairs = pairs
+    def __init__(self, pairs: list[tuple[nn.Parameter, Constraint]], updated: set[nn.Parameter]) -> None:
+        """`updated`: those that the optimizer had at the beginning."""
+        self.pairs, self.updated = pairs, updated
+
+    def leave_out(self, weights: set[nn.Parameter]) -> None:
+        self.pairs = [(weight, constraint) for weight, constraint in self.pairs if weight not in weights]
+        self.updated -= weights
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owned = _parameters(optimizer)  # may grow, and parameters may be frozen, from one step to the next
+        if not self.updated <= owned:
+            raise UserError(
+                "parameters of the optimizer were replaced after `constrain`, so it no longer sees them: call it after "
+                "`fully_shard` or the `prepare` of accelerate"
+            )
         for weight, constraint in self.pairs:
             if weight.requires_grad and weight in owned:
                 project_(weight, constraint)
+
+
+def _projections(optimizer: torch.optim.Optimizer) -> list[_Projection]:
+    return [hook for hook in optimizer._optimizer_step_post_hooks.values() if isinstance(hook, _Projection)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> set[Tensor]:
@@ -191,9 +214,7 @@ def _attach(projection: _Projection, optimizer: torch.optim.Optimizer) -> Remova
 
 
 def _reduce(optimizer: torch.optim.Optimizer, protocol: Any) -> tuple[Any, ...]:
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    projections = [hook for hook in hooks if isinstance(hook, _Projection)]
-    return _rebuild, (projections, *type(optimizer).__reduce_ex__(optimizer, protocol))
+    return _rebuild, (_projections(optimizer), *type(optimizer).__reduce_ex__(optimizer, protocol))
 
 
 def _rebuild(
@@ -223,14 +244,24 @@ def _find(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Constraint
         if p.ndim > 1:
             transposed = type(module).__name__ == "Conv1D"  # a linear map of transformers, whose columns are outputs
             known = (isinstance(module, MAPS) or transposed) and "weight" in name
+            known = known and not (isinstance(module, nn.Embedding) and is_table_of_scalars(module, prefix))
             dim = tuple(range(1, p.ndim)) if p.ndim > 2 else 0 if transposed else 1
             yield prefix + name, Constraint("bound", dim) if known else None
     for name, part in module.named_children():
         yield from _find(part, f"{prefix}{name}.")
 
 
+def is_table_of_scalars(embedding: nn.Embedding, prefix: str) -> bool:
+    """True for an embedding whose entries are scalars, such as biases of attention, one for each head."""
+    return embedding.embedding_dim == 1 or prefix.removesuffix(".").rpartition(".")[2].endswith("bias")
+
+
 def _resolve(module: nn.Module, constraints: Constraints | None) -> list[_Target]:
     """The constrained parameters, those under several names once. Warns of parameters left out by default."""
+    if not isinstance(module, nn.Module):
+        raise UserError(f"constraints are those of a network (nn.Module), not of {type(module).__name__}")
+    if not isinstance(constraints, Mapping | None):
+        raise UserError(f"constraints must be a dictionary by names of parameters, not {type(constraints).__name__}")
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel" and not (
             part._use_orig_params and part.sharding_strategy.name == "NO_SHARD"  # type: ignore[union-attr]
@@ -243,7 +274,10 @@ def _resolve(module: nn.Module, constraints: Constraints | None) -> list[_Target
     for name, constraint in constraints.items():
         if name not in named:
             raise UserError(f"constraint on {name!r}, which is not a parameter of the {type(module).__name__}")
-        constraint = constraint if isinstance(constraint, Constraint) else Constraint(*constraint)
+        if not isinstance(constraint, Constraint):
+            if not (isinstance(constraint, tuple) and len(constraint) == 2):
+                raise UserError(f"the constraint on {name!r} must be one such as ('bound', 1), not {constraint!r}")
+            constraint = Constraint(*constraint)
         weight, size = named[name], named[name].ndim
         if wrong := [d for d in constraint.dims if not -size <= d < size]:
             raise UserError(f"constraint along dimension {wrong[0]} of {name!r}, which has {size}")

@@ -296,6 +296,60 @@ def test_parameters_of_another_optimizer_stay_as_they_are_and_are_named():
     assert largest_violation(net) < 1e-6
 
 
+def test_new_parameters_that_the_optimizer_does_not_know_are_named():
+    """As after `convert`, which puts learned scales in the place of norms."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = torch.optim.SGD(net.parameters())
+    net[1] = nn.PReLU(4)
+    with pytest.warns(UserWarning, match=r"^not trained by this optimizer, which has others .*: 1\.weight$"):
+        angpt.constrain(optimizer, net)
+
+
+def test_parameters_that_are_replaced_later_are_told():
+    """As by `fully_shard` and accelerate, after which the optimizer has other tensors than the projection."""
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    angpt.constrain(optimizer, net)
+    net.weight = nn.Parameter(net.weight.detach().clone())
+    optimizer.param_groups[0]["params"][0] = net.weight
+    with pytest.raises(angpt.UserError, match="call it after `fully_shard` or the `prepare` of accelerate"):
+        optimizer.step()
+
+
+def test_a_further_call_replaces_constraints():
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    angpt.constrain(optimizer, net, {"weight": ("unit", 1)})
+    angpt.constrain(optimizer, net)
+    with torch.no_grad():
+        net.weight.mul_(0.5)
+    net(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(net.weight.norm(dim=1), torch.full((4,), 0.5))
+
+
+def test_tables_of_scalars_are_left_out_with_a_warning():
+    class Biased(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.relative_attention_bias, self.offsets = nn.Embedding(32, 4), nn.Embedding(10, 1)
+            self.tokens = nn.Embedding(9, 4)
+
+    net = Biased()
+    assert left_out(net) == ["relative_attention_bias.weight", "offsets.weight"]
+    assert set(constraints_of(net)) == {"tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    "constraints", ["weight", ["weight"], {"weight": "bound"}, {"weight": None}, {"weight": ("bound", "1")}]
+)
+def test_constraints_of_another_type_are_refused(constraints):
+    with pytest.raises(angpt.UserError, match="constraint"):
+        apply_constraints(nn.Linear(3, 3), constraints)
+    with pytest.raises(angpt.UserError, match=r"of a network \(nn.Module\), not of generator"):
+        angpt.constrain(torch.optim.SGD([torch.zeros(1)]), nn.Linear(3, 3).parameters())
+
+
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another, without state of its own, as accelerate's."""
 

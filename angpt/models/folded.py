@@ -9,7 +9,7 @@ round (1 − α) ν to 1. Matrices may also have 8 bits (quantize.py): W_q with 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -168,6 +168,18 @@ class Folded(nn.Module):
             else:
                 p.data = p.data.to(device, dtype if p.ndim == 2 else torch.promote_types(dtype, torch.float32))
         return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda`, `half` and the like do; another precision as by `prepare`."""
+        self.engine = None
+        target = fn(torch.empty(0, dtype=self.dtype, device=self.device))
+        if target.dtype != self.dtype:
+            return self.prepare(target.device, target.dtype)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: everything but the engine, whose graphs belong to this process."""
+        return self.__dict__ | {"engine": None}
 
     @property
     def device(self) -> torch.device:

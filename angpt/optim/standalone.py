@@ -17,9 +17,13 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
     """The names of the matrices of hidden layers, each with the number of linear maps that are stacked in it.
 
     A part of the module that has a method of this name, such as the models of this package, declares its own. In the
-    rest, they are the weights of linear and attention layers except the last linear layer, which is taken for the head
-    unless a part that declares its own comes after it.
+    rest, they are the weights of linear and attention layers except the head: linear layers with an output for each
+    token of the largest embedding, or without any the last linear layer, unless a part that declares its own comes
+    after it.
     """
+    embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    vocabulary = max(embeddings, default=0)
+    heads: set[int] = set()
     found: dict[str, int] = {}
     layers: dict[int, tuple[str, int]] = {}  # by identity: a tied weight has one name
     declared: list[str] = []
@@ -33,12 +37,14 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
             found |= {f"{prefix}.{name}" if prefix else name: n for name, n in part.hidden_matrices().items()}
             continue
         for name, p in part.named_parameters(prefix, recurse=False):
-            if isinstance(part, nn.Linear | nn.MultiheadAttention) and is_matrix(p):
+            known = isinstance(part, nn.Linear | nn.MultiheadAttention) or type(part).__name__ == "Conv1D"
+            if known and is_matrix(p):
                 layers.setdefault(id(p), (name, 3 if name.endswith("in_proj_weight") else 1))
                 head = id(p) if isinstance(part, nn.Linear) else head
-    if head is not None:
-        del layers[head]
-    return found | dict(layers.values())
+                if isinstance(part, nn.Linear) and part.out_features == vocabulary:
+                    heads.add(id(p))
+    heads = heads or {head for head in (head,) if head is not None}
+    return found | dict(layer for identity, layer in layers.items() if identity not in heads)
 
 
 class Muon(torch.optim.Optimizer):
@@ -76,25 +82,26 @@ class Muon(torch.optim.Optimizer):
             dtype: Precision of the orthogonalization; bf16 on a GPU and fp32 (fp64 for parameters in fp64) elsewhere
                 unless given. fp16 has too small a range.
         """
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not isinstance(module, nn.Module) or not isinstance(hidden, Mapping | None):
+            raise UserError("Muon takes a network (nn.Module), not parameters, and `hidden` as a dictionary by names")
+        named = dict(module.named_parameters())  # also frozen ones, which may be trained later
         chosen = hidden_matrices(module) if hidden is None else dict(hidden)
-        if hidden is None:
-            frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if name not in named}
-            chosen = {name: maps for name, maps in chosen.items() if name not in frozen}
         if not chosen:
             raise UserError(f"the {type(module).__name__} has no hidden matrix for Muon; name them with hidden=…")
+        columns = {name for name, constraint in constraints_of(module).items() if constraint.dims in ((0,), (-2,))}
         for name, maps in chosen.items():
             if name not in named:
-                raise UserError(f"hidden: {name!r} is not a trainable parameter of the {type(module).__name__}")
+                raise UserError(f"hidden: {name!r} is not a parameter of the {type(module).__name__}")
             shape = tuple(named[name].shape)
             if not is_matrix(named[name]) or not isinstance(maps, int) or maps < 1 or shape[0] % maps:
                 raise UserError(f"hidden: {name!r} of shape {shape} is not a stack of {maps} matrices")
+            if maps > 1 and name in columns:
+                raise UserError(f"hidden: {name!r} has its outputs in columns, where no matrices are stacked; give 1")
         if dtype == torch.float16:
             raise UserError("dtype: the range of float16 is too small for Muon; use torch.bfloat16 or torch.float32")
         fractions = (momentum, *betas)
         if min(lr, adam_lr, eps, weight_decay) < 0 or not all(0 <= x < 1 for x in fractions):
             raise UserError("rates, eps and weight_decay must not be negative; momentum and betas must be in [0, 1)")
-        columns = {name for name, constraint in constraints_of(module).items() if constraint.dims in ((0,), (-2,))}
         kinds: dict[tuple[int, bool], list[Tensor]] = {}
         for name, maps in chosen.items():
             kinds.setdefault((maps, name in columns), []).append(named[name])

@@ -1,4 +1,6 @@
+import copy
 import gc
+import pickle
 import shutil
 import weakref
 from collections.abc import Iterator, Sequence
@@ -508,3 +510,22 @@ def test_the_weights_of_a_model_are_used_at_the_time_of_the_call() -> None:
     first = generate(model, [[1]], 20, sampling=GREEDY)
     model.init_weights(torch.Generator().manual_seed(5))
     assert generate(model, [[1]], 20, sampling=GREEDY) != first
+
+
+@pytest.mark.parametrize("move", ["bfloat16", "double", "half"])
+def test_a_folded_model_changes_its_precision_like_any_module(move: str) -> None:
+    model = fold(tiny(context=16).float())
+    expected = fold(tiny(context=16).float()).prepare("cpu", getattr(torch, move if move != "half" else "float16"))
+    generate(model, [[1]], 2, GREEDY)
+    moved = getattr(model, move)()
+    assert moved is model
+    assert torch.equal(model(some_tokens(1, 9)), expected(some_tokens(1, 9)))
+    assert generate(model, [[1]], 2, GREEDY) == generate(expected, [[1]], 2, GREEDY)
+
+
+def test_a_folded_model_that_has_generated_can_be_copied_and_pickled() -> None:
+    model = fold(tiny(context=16).float())
+    expected = generate(model, [[1]], 5, GREEDY)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.engine is None
+        assert generate(other, [[1]], 5, GREEDY) == expected

@@ -251,6 +251,53 @@ def test_a_head_behind_a_model_that_declares_its_matrices_is_not_hidden():
     assert hidden_matrices(nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))) == {"0.weight": 1} | declared
 
 
+def test_a_head_is_found_by_its_vocabulary():
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(8, 50)  # before the blocks
+            self.embedding = nn.Embedding(50, 8)
+            self.positions = nn.Embedding(8, 8)
+            self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    assert hidden_matrices(Early()) == {"blocks.0.weight": 1, "blocks.1.weight": 1}
+
+
+class Conv1D(nn.Module):
+    """A linear map as in transformers, whose columns are outputs."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def test_maps_with_outputs_in_columns_are_hidden_and_cannot_be_stacked():
+    net = nn.Sequential(Conv1D(24, 8), nn.Linear(24, 4))
+    groups = angpt.Muon(net).param_groups
+    assert [(group["maps"], group["by_columns"]) for group in groups if group["maps"]] == [(1, True)]
+    with pytest.raises(UserError, match=r"'0.weight' has its outputs in columns, where no matrices are stacked"):
+        angpt.Muon(net, hidden={"0.weight": 2})
+
+
+def test_what_is_frozen_is_trained_when_it_no_longer_is():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)).requires_grad_(False)
+    optimizer = angpt.Muon(net)
+    net.requires_grad_(True)
+    before = [p.clone() for p in net.parameters()]
+    net(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrong", [lambda net: angpt.Muon(net.parameters()), lambda net: angpt.Muon(net, hidden=["0"])])
+def test_muon_takes_a_network_and_names(wrong):
+    with pytest.raises(UserError, match="Muon takes a network"):
+        wrong(nn.Linear(3, 3))
+
+
 @pytest.mark.parametrize("dim", [0, (0,), -2, (-2,)])
 def test_columns_may_be_declared_in_any_way(dim):
     class Columns(nn.Linear):
@@ -359,7 +406,7 @@ def test_a_compiled_step_is_not_compiled_again_and_again():
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
-        ({"nope": 1}, "'nope' is not a trainable parameter"),
+        ({"nope": 1}, "'nope' is not a parameter"),
         ({"head.bias": 1}, "is not a stack of 1"),
         ({"head.weight": 2}, "is not a stack of 2"),
     ],
