@@ -162,7 +162,9 @@ def data(
 
 def decode(
     size: str = "32M",
-    architectures: Architectures = ARCHITECTURES,
+    architectures: Annotated[
+        tuple[str, ...], arg(help="Architectures to measure, the first is the baseline.")
+    ] = ARCHITECTURES,
     batches: tuple[int, ...] = (1, 8, 32, 128),
     prompts: tuple[int, ...] = (128, 2048),
     weights: tuple[Weights, ...] = ("full",),
