@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from angpt.api import StudyOutcome as StudyOutcome
     from angpt.api import TrainedRun as TrainedRun
     from angpt.api import compare as compare
+    from angpt.api import export as export
     from angpt.api import fit_hparams as fit_hparams
     from angpt.api import fit_scaling as fit_scaling
     from angpt.api import load as load
@@ -70,6 +71,7 @@ _PUBLIC = {
         "StudyOutcome",
         "TrainedRun",
         "compare",
+        "export",
         "fit_hparams",
         "fit_scaling",
         "load",

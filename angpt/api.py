@@ -22,7 +22,8 @@ from angpt.data.tokenizers import end_token
 from angpt.errors import UserError, nearest
 from angpt.inference.generate import generate_text
 from angpt.inference.sampling import Sampling
-from angpt.inference.source import Source, open_source
+from angpt.inference.source import Held, Source, open_source
+from angpt.inference.store import Training
 from angpt.models.decoder import Decoder
 from angpt.present.terminal import terminal
 from angpt.reports import write_pages
@@ -104,6 +105,34 @@ class TrainedRun(RunRecord):
         tokenizer = self.tokenizer()
         folded, end = self.source.folded(), end_token(tokenizer)
         return generate_text(folded, tokenizer, [prompt], new_tokens, sampling, seed=seed, end=end)[0].text
+
+
+def export(
+    model: PathLike | Decoder, out: PathLike, tokenizer: PathLike | None = None, *, engine: bool = False
+) -> Path:
+    """Write a model as a new folder for Hugging Face transformers, which `angpt` reads too; return the folder.
+
+    Args:
+        model: A model in memory, or the folder of a run or an export, whose results of `angpt eval` are stated.
+        out: The new folder.
+        tokenizer: A tokenizer.json; that of the folder unless given.
+        engine: For engines that compute logits as one product: s_z is multiplied into the head.
+    """
+    from angpt.evaluation.results import lines, read_results, with_error
+    from angpt.inference import hf
+
+    folder, given, found = Path(out), None if tokenizer is None else Path(tokenizer), []
+    if isinstance(model, Decoder):
+        source: Source = Held(folder, "export", model.cfg, (), given, Training(), model=model)
+    elif isinstance(model, str | os.PathLike):
+        source = open_source(Path(model))
+        source = dataclasses.replace(source, tokenizer_path=given or source.tokenizer_path)
+        results = read_results(Path(model))
+        found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
+    else:
+        raise UserError(f"export takes a folder or a model of angpt.build, not {type(model).__name__}")
+    hf.export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)
+    return folder
 
 
 def load(run: PathLike) -> TrainedRun:

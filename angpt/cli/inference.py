@@ -16,7 +16,6 @@ from angpt.present.tables import Table, show
 from angpt.present.terminal import terminal
 
 if TYPE_CHECKING:
-    from angpt.inference.source import Source
     from angpt.models.design import Design
     from angpt.models.folded import Folded
 
@@ -55,16 +54,16 @@ def fold_command(
         folded = quantize(folded, weights)
     folder = out or beside(model, "folded" if weights == "full" else weights)
     store.save(folder, folded, source.path, source.sha256(), source.training, source.tokenizer_path)
-    warn_without_tokenizer(source, folder)
+    warn_without_tokenizer(model, folder)
     show(console, operations_table({source.cfg.architecture: folded.design}))
     console.print(f"{folder}: folded; try: angpt generate {folder}")
 
 
-def warn_without_tokenizer(source: "Source", folder: Path) -> None:
+def warn_without_tokenizer(model: Path, folder: Path) -> None:
     """Tell that a new folder has no tokenizer, before somebody needs it."""
-    if source.tokenizer_path is None:
+    if not (folder / "tokenizer.json").exists():
         warnings.warn(
-            f"{folder}: has no tokenizer.json, because none was found in {source.path} or, from the current folder, in "
+            f"{folder}: has no tokenizer.json, because none was found in {model} or, from the current folder, in "
             "its folder of data; copy it there to generate text",
             stacklevel=2,
         )
@@ -171,15 +170,10 @@ def export_hf(model: Annotated[Path, tyro.conf.Positional], out: Path | None = N
         engine: For engines that run transformers' models and compute logits as one product, such as vLLM: s_z is
             multiplied into the head, so that the folder cannot be imported again.
     """
-    from angpt.evaluation.results import lines, read_results, with_error
-    from angpt.inference.hf import export
-    from angpt.inference.source import open_source
+    from angpt import api
 
-    source, folder = open_source(model), out or beside(model, "engine" if engine else "hf")
-    results = read_results(model)
-    found = lines([results]) if results is not None and results.model.weights == source.sha256() else []
-    export(source, folder, [(x.label, x.metric, x.samples, with_error(x.values[0])) for x in found], engine)
-    warn_without_tokenizer(source, folder)
+    folder = api.export(model, out or beside(model, "engine" if engine else "hf"), engine=engine)
+    warn_without_tokenizer(model, folder)
     terminal().print(f"{folder}: exported")
 
 

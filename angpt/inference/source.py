@@ -1,10 +1,11 @@
 """A trained model on disk in any of its forms: a run, a folded model, a Hugging Face export."""
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -108,6 +109,19 @@ class Source:
         if tokenizer is None:
             raise UserError(f"{self.tokenizer_path}: is not the tokenizer that {self.path} was trained with")
         return tokenizer
+
+
+@dataclass(frozen=True)
+class Held(Source):
+    """A model in memory."""
+
+    model: Decoder = field(kw_only=True)
+
+    def decoder(self) -> Decoder:
+        return copy.deepcopy(self.model).to("cpu", torch.float32).eval()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.decoder().state_dict()
 
 
 def open_source(path: Path) -> Source:

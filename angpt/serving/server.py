@@ -202,7 +202,7 @@ class Server:
         return web.json_response(model_entry(self.name, self.created))
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: 200, or 503 if the server is stopping or the model has failed."""
+        """GET /health: 200; 503 if the server is stopping, 500 if the model has failed."""
         if self.stopping.is_set():
             raise self.stopped()
         return web.json_response({"status": "ok"})

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+import angpt
 from angpt.data.tokenizers import load_tokenizer
 from angpt.errors import UserError
 from angpt.evaluation.evaluate import evaluate
@@ -245,6 +246,22 @@ def test_an_export_can_be_folded_and_exported(root: Path, tmp_path: Path) -> Non
     hf.export(source, tmp_path / "twice")
     for name in ("model.safetensors", "config.json", "run.toml", "tokenizer.json"):
         assert (tmp_path / "twice" / name).read_bytes() == (source.path / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_model_in_memory_is_exported(tmp_path: Path, dtype: torch.dtype) -> None:
+    load_tokenizer("bytes").save(str(tmp_path / "bytes.json"))
+    model = byte_model().to(dtype)
+    folder = angpt.export(model, tmp_path / "mine", tmp_path / "bytes.json")
+    source = open_source(folder)
+    torch.testing.assert_close(source.decoder()(TOKENS), model.float()(TOKENS))
+    assert source.sha256() == source.exported_sha256
+    assert len(generate_text(source.decoder(), source.tokenizer(), ["x"], 3, GREEDY)) == 1
+    assert "# mine" in (folder / "README.md").read_text()
+    assert model.training == byte_model().training
+    with pytest.raises(UserError, match=r"a folder or a model of angpt.build, not Linear"):
+        angpt.export(torch.nn.Linear(2, 2), tmp_path / "other")  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_that_adds_tokens_is_exported_so_that_it_adds_none(tmp_path: Path) -> None:
