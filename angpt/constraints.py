@@ -134,8 +134,10 @@ def largest_violation(module: nn.Module, constraints: Constraints | None = None)
 
 
 def constrain(
-    optimizer: torch.optim.Optimizer, module: nn.Module, constraints: Constraints | None = None
-) -> RemovableHandle:
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    module: nn.Module,
+    constraints: Constraints | None = None,
+) -> "Constrained":
     """Apply the constraints now and after every step of any PyTorch optimizer. A further call replaces those of the
     same parameters.
 
@@ -143,19 +145,17 @@ def constrain(
     constrained parameters that are frozen or belong to no group, and those that `constraints_of` leaves out.
 
     Args:
-        optimizer: Its copies by `copy.deepcopy` and `pickle` apply the constraints too; those by `copy.copy` do not.
+        optimizer: One, or all that train the network. Copies by `copy.deepcopy` and `pickle` apply the constraints
+            too; those by `copy.copy` do not.
         module: The network, also inside DDP, `fully_shard`, `torch.compile` or a larger network.
         constraints: By names of parameters; those of `constraints_of` unless given.
 
     Returns:
         A handle; its method `remove` ends the constraints.
     """
-    if "_optimizer_step_post_hooks" not in getattr(optimizer, "__dict__", {}):  # a wrapper of accelerate or Lightning
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-    if not hasattr(optimizer, "register_step_post_hook"):
-        raise UserError(f"constrain needs an optimizer of PyTorch, not {type(optimizer).__name__}")
+    optimizers = [_unwrapped(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     targets = _resolve(module, constraints)
-    owned = _parameters(optimizer)
+    owned = {p for each in optimizers for p in _parameters(each)}
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
     missing = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in owned}
     if owned.difference(module.parameters()):
@@ -163,11 +163,36 @@ def constrain(
         _warn(what, [name for name, p in missing.items() if p.ndim < 2])
     others = [t.name for t in targets if t.weight.requires_grad and t.weight not in owned]
     _warn("left as they are, because this optimizer does not update them", others)
-    for earlier in _projections(optimizer):
-        earlier.leave_out({t.weight for t in targets})
-    projection = _Projection([(t.weight, t.constraint) for t in targets], {t.weight for t in targets} & owned)
-    projection(optimizer)
-    return _attach(projection, optimizer)
+    handles = []
+    for each in optimizers:
+        for earlier in _projections(each):
+            earlier.leave_out({t.weight for t in targets})
+        pairs = [(t.weight, t.constraint) for t in targets]
+        projection = _Projection(pairs, {weight for weight, _ in pairs} & _parameters(each))
+        projection(each)
+        handles.append(_attach(projection, each))
+    return Constrained(handles)
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """An optimizer without the wrapper of accelerate or Lightning."""
+    if "_optimizer_step_post_hooks" not in getattr(optimizer, "__dict__", {}):
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise UserError(f"constrain needs an optimizer of PyTorch, not {type(optimizer).__name__}")
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Constrained:
+    """Constraints that are applied after every step."""
+
+    handles: Sequence[RemovableHandle]
+
+    def remove(self) -> None:
+        """End the constraints."""
+        for handle in self.handles:
+            handle.remove()
 
 
 class _Target(NamedTuple):

@@ -316,6 +316,20 @@ def test_parameters_that_are_replaced_later_are_told():
         optimizer.step()
 
 
+def test_several_optimizers_share_a_network_without_a_warning():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in net]
+    handle = angpt.constrain(optimizers, net)
+    for optimizer in optimizers:
+        net(torch.randn(3, 4)).square().sum().mul(100).backward()
+        optimizer.step()
+    assert largest_violation(net) < 1e-6
+    handle.remove()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert largest_violation(net) > 1
+
+
 def test_a_further_call_replaces_constraints():
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

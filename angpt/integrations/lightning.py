@@ -21,8 +21,7 @@ class ConstrainCallback(Callback):  # type: ignore[misc]
         self.constraints = constraints
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        self.handles = [constrain(optimizer, pl_module, self.constraints) for optimizer in trainer.optimizers]
+        self.handle = constrain(trainer.optimizers, pl_module, self.constraints)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        for handle in self.handles:
-            handle.remove()
+        self.handle.remove()
