@@ -146,26 +146,48 @@ class NGPTBounded(NGPTLerpFactor):
         return {name: Constraint("bound", c.dim) for name, c in super().constraints().items()}
 
 
-def scaled_factors(const: float = 1.0, residual: float = 1.0) -> type[AnGPT]:
-    """anGPT with its constant factors multiplied by `const` and ν(α) by `residual`."""
+class ScaledBlock(AnGPTBlock):
+    """The block of anGPT with its constant factors multiplied by `const` and ν(α) by `residual`."""
 
-    class Block(AnGPTBlock):
-        def constants(self, cfg: ModelConfig) -> factors.Factors:
-            return super().constants(cfg).times(const)
+    const, residual = 1.0, 1.0
 
-        def residual_factor(self) -> LerpFactor:
-            return LerpFactor(times=residual)
+    def constants(self, cfg: ModelConfig) -> factors.Factors:
+        return super().constants(cfg).times(self.const)
 
-    doc = f"Constant factors × {const:g}, ν(α) × {residual:g}."
-    return type("ScaledFactors", (AnGPT,), {"Block": Block, "__doc__": doc})
+    def residual_factor(self) -> LerpFactor:
+        return LerpFactor(times=self.residual)
 
 
-ARCHITECTURES |= {
-    "angpt/const-x0.5": scaled_factors(const=0.5),
-    "angpt/const-x2": scaled_factors(const=2.0),
-    "angpt/all-x0.5": scaled_factors(const=0.5, residual=0.5),
-    "angpt/all-x2": scaled_factors(const=2.0, residual=2.0),
-}
+@variant("angpt/const-x0.5")
+class ConstHalf(AnGPT):
+    """Constant factors × 0.5, ν(α) × 1."""
+
+    class Block(ScaledBlock):
+        const = 0.5
+
+
+@variant("angpt/const-x2")
+class ConstDouble(AnGPT):
+    """Constant factors × 2, ν(α) × 1."""
+
+    class Block(ScaledBlock):
+        const = 2.0
+
+
+@variant("angpt/all-x0.5")
+class AllHalf(AnGPT):
+    """Constant factors × 0.5, ν(α) × 0.5."""
+
+    class Block(ScaledBlock):
+        const, residual = 0.5, 0.5
+
+
+@variant("angpt/all-x2")
+class AllDouble(AnGPT):
+    """Constant factors × 2, ν(α) × 2."""
+
+    class Block(ScaledBlock):
+        const, residual = 2.0, 2.0
 
 
 class NoConstBlock(AnGPTBlock):

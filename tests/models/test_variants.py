@@ -1,4 +1,5 @@
 import dataclasses
+import pickle
 import re
 import shutil
 
@@ -26,6 +27,14 @@ NAMES = {
 def test_all_variants_of_the_paper_are_there_and_say_what_they_are():
     assert set(ARCHITECTURES) == NAMES
     assert all(cls.__doc__ and not cls.__doc__.startswith("Embedding, blocks") for cls in ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_models_of_every_variant_can_be_pickled(name):
+    model = tiny(name)
+    again, tokens = pickle.loads(pickle.dumps(model)), some_tokens(1, 12)
+    assert type(again) is type(model)
+    assert torch.equal(again(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - set(COLLAPSING)))
