@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from angpt.constraints import Constraint, constraints_of, left_out, project_
-from angpt.models.primitives import LearnedScale, Resettable, lerp, linear_with_row_gains, norm, nu_lerp
+from angpt.errors import UserError
+from angpt.models.primitives import LearnedScale, RMSNorm, lerp, linear_with_row_gains, norm, nu_lerp
 
 ALPHA_INIT, STORED_SCALE = 0.05, 0.01
 """Initial α, and initial stored value of α and s_z: the defaults of anGPT."""
 Heads = Literal["q", "k", "qkv", "qkv per head"]
-"""What a map returns: queries; keys; all queries, then all keys, then all values; or these three head by head."""
+"""What a map returns: queries; keys; all queries, then all keys, then all values; or these three head by head.
+The three have equal size."""
 
 
 class Around(nn.Module):
@@ -109,18 +111,36 @@ class NormedOutput(Around):
         return {f"block.{name}": constraint for name, constraint in (constraints_of(self.block) | tables).items()}
 
 
-class ScaledHead(nn.Linear):
-    """logits = s_z · (W h) + b, with the weights of a linear head and a learned scale for each output."""
+class ScaledHead(nn.Module):
+    """logits = s_z · (W h) + b, with the weights of a linear head and a learned scale for each output.
+
+    No `nn.Linear`: tools that wrap or replace those (adapters, quantizers) would lose s_z.
+    """
+
+    bias: nn.Parameter | None
 
     def __init__(self, head: nn.Linear) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
+        if not isinstance(head.weight, nn.Parameter):
+            raise UserError(f"the weight of the head ({type(head).__name__}) is no parameter: remove what computes it")
         self.in_features, self.out_features = head.in_features, head.out_features
-        self.weight, self.bias = head.weight, head.bias
+        self.weight = head.weight
+        self.register_parameter("bias", head.bias)
         self.s_z = LearnedScale(head.out_features, init=1.0, scale=STORED_SCALE)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = linear_with_row_gains(x, self.weight, self.s_z())
         return logits if self.bias is None else logits + self.bias
+
+    def constraints(self) -> dict[str, Constraint]:
+        return {"weight": Constraint("bound", 1)}
+
+    def hidden_matrices(self) -> dict[str, int]:
+        """None: the weight of a head is not for Muon."""
+        return {}
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def mlp_factor(d: int, d_mlp: int, gated: bool) -> float:
@@ -144,7 +164,7 @@ def init_unit_rows_(module: nn.Module, generator: torch.Generator | None = None)
         if is_bias(name):
             p.zero_()
     for part in module.modules():
-        if isinstance(part, Resettable):
+        if isinstance(part, LearnedScale | RMSNorm):  # not any method `reset`: other modules have their own
             part.reset()
         elif isinstance(part, nn.Embedding) and part.padding_idx is not None:
             part.weight[part.padding_idx].zero_()

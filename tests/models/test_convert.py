@@ -1,6 +1,10 @@
+import copy
+import io
+import pickle
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from angpt.constraints import Constraint, constraints_of, largest_violation
 from angpt.models.convert import FAMILIES, shortened
 from angpt.models.parts import AnUpdate, NormedHeads, NormedOutput
 from angpt.models.primitives import lerp, norm
+from angpt.optim.standalone import hidden_matrices
 from tests.inference.conftest import moved
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 50}
@@ -172,12 +177,98 @@ def test_adapters_are_put_into_a_converted_model_and_merged(name: str) -> None:
     peft = pytest.importorskip("peft")
     model = network(name)
     angpt.convert(model)
+    for part in model.modules():
+        if isinstance(part, angpt.LearnedScale):
+            part.stored.mul_(2)
     expected, parts = model(**inputs(name)).logits, str(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear")).eval()
     assert torch.equal(adapted(**inputs(name)).logits, expected)  # adapters start at 0
+    for parameter, p in adapted.named_parameters():
+        if "lora_B" in parameter:
+            p.normal_(std=0.1)
+    changed = adapted(**inputs(name)).logits
     merged = adapted.merge_and_unload()
-    assert torch.equal(merged(**inputs(name)).logits, expected)
+    assert not torch.allclose(changed, expected, atol=1e-3)
+    torch.testing.assert_close(merged(**inputs(name)).logits, changed, atol=1e-5, rtol=1e-5)
     assert str(merged) == parts
+
+
+def test_adapters_come_after_conversion() -> None:
+    peft = pytest.importorskip("peft")
+    llama = network("llama")
+    adapted = peft.get_peft_model(llama, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    for model in (adapted, llama):
+        with pytest.raises(angpt.UserError, match="convert first, then add LoRA"):
+            angpt.convert(model)
+    model = network("llama")
+    angpt.convert(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj.block", "v_proj"]))
+    assert sum("lora_A" in name for name, _ in adapted.named_parameters()) == 4
+
+
+def test_a_head_with_a_scale_is_no_linear_map_and_declares_its_weight() -> None:
+    head = angpt.ScaledHead(nn.Linear(4, 3))
+    assert not isinstance(head, nn.Linear)
+    assert [name for name, _ in head.named_parameters()] == ["weight", "bias", "s_z.stored"]
+    assert constraints_of(nn.Sequential(nn.Linear(4, 4), head)) == {
+        "0.weight": Constraint("bound", 1),
+        "1.weight": Constraint("bound", 1),
+    }
+    assert hidden_matrices(nn.Sequential(nn.Linear(4, 4), head)) == {"0.weight": 1}
+    with pytest.raises(angpt.UserError, match=r"weight of the head .* is no parameter"):
+        angpt.ScaledHead(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)))
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
+def test_a_loaded_model_can_be_copied(copied: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind = angpt.converted(transformers.LlamaForCausalLM)
+    model = kind(transformers.LlamaConfig(**SIZES)).eval()
+    again = copied(model)
+    assert type(again) is kind is angpt.converted(transformers.LlamaForCausalLM)
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+
+
+@torch.no_grad()
+def test_the_class_of_converted_models_takes_configs_and_descriptions(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    built = angpt.converted(transformers.LlamaForCausalLM)(transformers.LlamaConfig(**SIZES))
+    torch.testing.assert_close(built.model.layers[0].mlp.block.up_proj.weight.norm(dim=1), torch.ones(48))
+    where = angpt.Description(
+        ("self_attn",), ("mlp",), ("input_layernorm", "post_attention_layernorm"), {"q_proj": "q"}, gated=True
+    )
+    model = network("llama")
+    angpt.convert(model, where)
+    model.save_pretrained(tmp_path)
+    again = angpt.converted(transformers.LlamaForCausalLM, where).from_pretrained(tmp_path).eval()
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
+    assert torch.equal(copy.deepcopy(again)(TOKENS).logits, model(TOKENS).logits)
+    for kind in (transformers.AutoModelForCausalLM, "llama"):
+        with pytest.raises(angpt.UserError, match="converted needs the class of a model, such as LlamaForCausalLM"):
+            angpt.converted(kind)
+
+
+@torch.no_grad()
+def test_learned_scales_are_loaded_in_fp32(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = network("llama", dtype="bfloat16").bfloat16()
+    angpt.convert(model)
+    for name, p in model.named_parameters():
+        if "stored" in name:
+            p.mul_(1 + 0.3 * torch.rand_like(p))
+    model.save_pretrained(tmp_path)
+    again = angpt.converted(transformers.LlamaForCausalLM).from_pretrained(tmp_path).eval()
+    assert {p.dtype for p in again.parameters()} == {torch.float32, torch.bfloat16}
+    assert all(p.dtype == q.dtype and p.equal(q) for p, q in zip(again.parameters(), model.parameters(), strict=True))
+    model.model.rotary_emb = again.model.rotary_emb  # whose angles `bfloat16` has rounded
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
 
 
 class Layer(nn.Module):
@@ -258,12 +349,81 @@ def test_a_wrong_description_is_refused() -> None:
         angpt.Description(**parts | {"heads": {"q": "query"}})
 
 
+def test_full_names_stand_for_one_module() -> None:
+    """Also if modules inside blocks have names that end with them."""
+    net = nn.Sequential(nn.Embedding(50, 32), Layer(32), nn.LayerNorm(32), nn.Linear(32, 50))
+    report = angpt.convert(net, described(norms=("ln1", "ln2", "2"), start=("0",), head=("3",)))
+    assert report.changed["norm removed"] == ["1.ln1", "1.ln2", "2"]
+    assert report.changed["start of the residual stream normed"] == ["0"]
+    assert report.changed["logits scaled by s_z"] == ["3"]
+    assert isinstance(net[1].ff.block[2], nn.Linear)
+
+
+def described(**options: Any) -> angpt.Description:
+    parts = {"attention": ("mix",), "mlp": ("ff",), "norms": ("ln1", "ln2"), "heads": {"qkv": "qkv"}}
+    return angpt.Description(**parts | {"d_model": 32, "d_head": 8} | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norms": ("ln1", "nrom2")}, "nothing to convert under the names nrom2 of"),
+        ({"start": ("embedding",), "head": ("lm_head",)}, "nothing to convert under the names embedding, lm_head of"),
+        ({"norms": ("ln1", "ln2", "ff.2")}, "0.ff.2 is no norm but a Linear"),
+    ],
+)
+def test_names_that_do_not_fit_the_network_are_refused(options: dict[str, Any], message: str) -> None:
+    net = nn.Sequential(Layer(32))
+    before = str(net)
+    with pytest.raises(angpt.UserError, match=message):
+        angpt.convert(net, described(**options))
+    assert str(net) == before
+
+
+def test_fused_maps_with_fewer_keys_are_refused() -> None:
+    net = Layer(32)
+    net.config = SimpleNamespace(hidden_size=32, num_attention_heads=4, num_key_value_heads=2)  # type: ignore[assignment]
+    with pytest.raises(
+        angpt.UserError, match="qkv: a fused map needs as many keys as queries, but the config has 2 and 4 heads"
+    ):
+        angpt.convert(net, described())
+
+
+class DropPath(nn.Module):
+    drop_prob = 0.1
+
+
+def test_the_report_lists_learned_vectors_and_dropped_updates() -> None:
+    net = nn.ModuleDict({"layer": Layer(32), "norm": nn.LayerNorm(32), "drop": DropPath()})
+    net["layer"].register_parameter("gamma", nn.Parameter(torch.ones(32)))
+    net["layer"].register_parameter("frozen", nn.Parameter(torch.ones(32), requires_grad=False))
+    report = angpt.convert(net, described())
+    assert report.left["learned vector"] == ["layer.gamma"]
+    assert report.left["dropout"] == ["drop"]
+    assert report.left["norm"] == ["norm"]
+
+
+class Statistics(nn.Module):
+    """A module of a user with a method `reset`."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(7.0))
+
+    def reset(self) -> None:
+        self.seen.zero_()
+
+
 @torch.no_grad()
 def test_biases_and_padding_start_at_zero() -> None:
     net = nn.ModuleList([nn.LSTM(3, 4), nn.MultiheadAttention(4, 2), nn.Embedding(5, 4, padding_idx=2)])
     for p in net.parameters():
         p.fill_(3.0)
+    net.append(Statistics())
     angpt.init_unit_rows_(net)
+    assert net[3].seen.item() == 7
     assert not any(p.any() for name, p in net.named_parameters() if "bias" in name)
     assert net[2].weight.norm(dim=1).tolist() == pytest.approx([1, 1, 0, 1, 1])
 
