@@ -165,8 +165,8 @@ def decode(
     architectures: Annotated[
         tuple[str, ...], arg(help="Architectures to measure, the first is the baseline.")
     ] = ARCHITECTURES,
-    batches: tuple[int, ...] = (1, 8, 32, 128),
-    prompts: tuple[int, ...] = (128, 2048),
+    batches: tuple[int, ...] | None = None,
+    prompts: tuple[int, ...] | None = None,
     weights: tuple[Weights, ...] = ("full",),
     steps: tuple[Step, ...] = ("auto",),
     tokens: int = 128,
@@ -184,8 +184,9 @@ def decode(
 
     Args:
         size: Model size.
-        batches: Rows that are decoded together, one or more numbers.
-        prompts: Tokens of the prompt, one or more numbers.
+        batches: Rows that are decoded together, one or more numbers; 1 8 32 128 on a GPU and 1 8 on the CPU unless
+            given.
+        prompts: Tokens of the prompt, one or more numbers; 128 2048 on a GPU and 128 on the CPU unless given.
         weights: Format of the matrices (see `angpt fold --help`), one or more, full first.
         steps: How a step is computed (see `angpt generate --help`), one or more.
         tokens: Tokens to generate.
@@ -198,12 +199,16 @@ def decode(
     if tokens < 2:
         raise UserError(f"--tokens {tokens}: at least 2 are needed, since the prefill gives the first")
     least = {"rounds": rounds, "steps": len(steps), "weights": len(weights)}
-    least |= {"batches": min(batches, default=0), "prompts": min(prompts, default=0)}
+    given = {"batches": batches, "prompts": prompts}
+    least |= {name: min(values, default=0) for name, values in given.items() if values is not None}
     for name in architectures:
         if ":" in name:
             raise UserError(f"--architectures {name}: decoding does not depend on the optimizer; leave out :muon")
     kinds = kinds_of(architectures, weights, steps)
     console, where, dtype = _start(device, precision, architectures, **least)
+    on_gpu = where.type == "cuda"
+    batches = batches or ((1, 8, 32, 128) if on_gpu else (1, 8))
+    prompts = prompts or ((128, 2048) if on_gpu else (128,))
     reference = transformers and importlib.util.find_spec("transformers") is not None
     _print_rates(console, where, dtype)
     if transformers and not reference:
@@ -246,9 +251,10 @@ def _print_rates(console: Console, device: "torch.device", dtype: "torch.dtype")
     """Print what the device reaches in the best case."""
     from angpt.training.hardware import bandwidth, peak_flops
 
+    unit, size, digits = ("T", 1e12, (1, 2)) if device.type == "cuda" else ("G", 1e9, (0, 0))
+    product, copied = peak_flops(device, dtype) / size, bandwidth(device) / size
     console.print(
-        f"a large matrix product: {peak_flops(device, dtype) / 1e12:,.1f} TFLOP/s; "
-        f"a copy: {bandwidth(device) / 1e12:.2f} TB/s"
+        f"a large matrix product: {product:,.{digits[0]}f} {unit}FLOP/s; a copy: {copied:,.{digits[1]}f} {unit}B/s"
     )
 
 
