@@ -21,6 +21,8 @@ EPS = 1e-20
 
 def wide(x: Tensor) -> Tensor:
     """x in at least fp32."""
+    if not x.is_floating_point():
+        raise UserError(f"norms are those of floating-point numbers, not of {str(x.dtype).removeprefix('torch.')}")
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -138,6 +140,8 @@ class LearnedScale(nn.Module):
 
     def __init__(self, size: int, init: float, scale: float) -> None:
         super().__init__()
+        if not init or not scale:  # s would stay 0
+            raise UserError(f"a learned scale needs numbers other than 0, not init = {init} and scale = {scale}")
         self.init, self.scale = init, scale
         self.stored = nn.Parameter(torch.full((size,), scale))
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from angpt.errors import UserError
 from angpt.models.factors import nu_lerp
 from angpt.models.primitives import (
     LearnedScale,
@@ -193,3 +194,11 @@ def test_documents_restart_positions_and_close_the_mask():
 def test_angles_are_exact_far_from_the_start():
     ctx = make_context(torch.zeros(1, 2048, 1), **ROTARY)
     assert float(ctx.cos[2047, 0]) == pytest.approx(math.cos(2047), abs=1e-6)
+
+
+def test_what_has_no_norm_and_scales_that_cannot_learn_are_refused():
+    for x in (torch.tensor([3, 4]), torch.tensor([3 + 1j])):
+        with pytest.raises(UserError, match="norms are those of floating-point numbers"):
+            norm(x)
+    with pytest.raises(UserError, match="numbers other than 0, not init = 0"):
+        LearnedScale(3, init=0, scale=1.0)
