@@ -184,11 +184,11 @@ def inference() -> dict[str, dict]:
             k._project, weight | parts | sizes | {"heads": "i32"}, k.warps(width),
             HEADS=width // 64, D_HEAD=64, SPLITS=k.MAX_SPLITS, ROWS=k.READ_ROWS, OVERLAP=True, **scaled,
         )  # fmt: skip
-        pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | {"n": "i32", "width": "i32"}
+        pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | dict.fromkeys(("n", "width", "batch"), "i32")
         found[f"down, {mlp}{of}"] = build(
             k._down, weight | pair, k.warps(mlp // 4), ROWS=k.DOWN_ROWS, WIDTH=mlp, OVERLAP=True, **scaled
         )
-    pair = dict.fromkeys(("scale_ptr", "y_ptr", "x_ptr"), FP32) | {"n": "i32", "width": "i32", "w_ptr": BF16}
+    pair |= {"w_ptr": BF16}
     found["down, head"] = build(k._down, pair, 4, SCALED=False, ROWS=k.READ_ROWS, WIDTH=1024, OVERLAP=True)
     return found | many_rows() | between_products()
 

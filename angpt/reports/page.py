@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -155,9 +156,11 @@ def open_sources(study: Material) -> dict[str, Source]:
     """The models that are measured and sampled from, by the name of their run; those without a good checkpoint are
     left out. To open one reads its whole checkpoint for its checksum, so it is done once."""
     found = {}
-    for run in study.representatives():
-        with suppress(UserError):
-            found[run.result.name] = open_source(run.record.path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*: diverged after")  # the page says so
+        for run in study.representatives():
+            with suppress(UserError):
+                found[run.result.name] = open_source(run.record.path)
     return found
 
 
