@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -167,8 +167,7 @@ def constrain(
     for each in optimizers:
         for earlier in _projections(each):
             earlier.leave_out({t.weight for t in targets})
-        pairs = [(t.weight, t.constraint) for t in targets]
-        projection = _Projection(pairs, {weight for weight, _ in pairs} & _parameters(each))
+        projection = _Projection([(t.weight, t.constraint) for t in targets], _parameters(each))
         projection(each)
         handles.append(_attach(projection, each))
     return Constrained(handles)
@@ -194,6 +193,12 @@ class Constrained:
         for handle in self.handles:
             handle.remove()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
 
 class _Target(NamedTuple):
     name: str
@@ -204,17 +209,17 @@ class _Target(NamedTuple):
 class _Projection:
     """Hook of an optimizer that projects the parameters which the optimizer updates."""
 
-    def __init__(self, pairs: list[tuple[nn.Parameter, Constraint]], updated: set[nn.Parameter]) -> None:
-        """`updated`: those that the optimizer had at the beginning."""
-        self.pairs, self.updated = pairs, updated
+    def __init__(self, pairs: list[tuple[nn.Parameter, Constraint]], known: set[Tensor]) -> None:
+        """`known`: the parameters of the optimizer at the beginning."""
+        self.pairs, self.known = pairs, known
 
     def leave_out(self, weights: set[nn.Parameter]) -> None:
         self.pairs = [(weight, constraint) for weight, constraint in self.pairs if weight not in weights]
-        self.updated -= weights
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         owned = _parameters(optimizer)  # may grow, and parameters may be frozen, from one step to the next
-        if not self.updated <= owned:
+        gone = any(weight in self.known and weight not in owned for weight, _ in self.pairs)
+        if gone and not owned <= self.known:
             raise UserError(
                 "parameters of the optimizer were replaced after `constrain`, so it no longer sees them: call it after "
                 "`fully_shard` or the `prepare` of accelerate"
@@ -300,7 +305,7 @@ def _resolve(module: nn.Module, constraints: Constraints | None) -> list[_Target
         if name not in named:
             raise UserError(f"constraint on {name!r}, which is not a parameter of the {type(module).__name__}")
         if not isinstance(constraint, Constraint):
-            if not (isinstance(constraint, tuple) and len(constraint) == 2):
+            if not (isinstance(constraint, tuple | list) and len(constraint) == 2):
                 raise UserError(f"the constraint on {name!r} must be one such as ('bound', 1), not {constraint!r}")
             constraint = Constraint(*constraint)
         weight, size = named[name], named[name].ndim

@@ -151,15 +151,14 @@ def difference(one: tuple[float, float, float], two: tuple[float, float, float])
     return Difference(Interval.around(value, error, freedom), p_value)
 
 
-def welch_test(one: Sequence[float], two: Sequence[float]) -> Difference:
-    """The mean of `two` minus that of `one`, by Welch's test of independent samples."""
-    import numpy as np
-
-    parts = [
-        (float(np.mean(x)), float(np.std(x, ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else 0.0, len(x) - 1)
-        for x in (one, two)
-    ]
-    return difference(*parts)
+def seed_difference(one: Sequence[float], two: Sequence[float], spread: Deviation, other: Deviation) -> Difference:
+    """The mean of `two` minus that of `one`, with a t-test, given the deviations of their logarithms between seeds; by
+    Welch if these differ."""
+    means = sum(one) / len(one), sum(two) / len(two)
+    errors = spread.value * means[0] / math.sqrt(len(one)), other.value * means[1] / math.sqrt(len(two))
+    if spread == other:  # one estimate of the deviation
+        return difference((means[0], math.hypot(*errors), spread.freedom), (means[1], 0.0, math.inf))
+    return difference((means[0], errors[0], spread.freedom), (means[1], errors[1], other.freedom))
 
 
 def holm(p_values: Sequence[float], tests: int | None = None) -> list[float]:

@@ -172,7 +172,11 @@ def file_sha256(path: Path) -> str:
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use, at most OMP_NUM_THREADS as for the threads of PyTorch."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_threads() -> int:
+    """Number of threads for the operations of PyTorch: one per core, at most OMP_NUM_THREADS."""
     most = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(most)) if most.isdecimal() and int(most) > 0 else cores
+    return min(available_cores(), int(most)) if most.isdecimal() and int(most) > 0 else available_cores()

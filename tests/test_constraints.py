@@ -316,6 +316,15 @@ def test_parameters_that_are_replaced_later_are_told():
         optimizer.step()
 
 
+def test_parameters_may_leave_the_optimizer():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in net], lr=1.0)
+    with angpt.constrain(optimizer, net, {"0.weight": ["bound", 1]}):
+        optimizer.param_groups.pop(0)
+        optimizer.step()  # of the rest
+    assert not optimizer._optimizer_step_post_hooks
+
+
 def test_several_optimizers_share_a_network_without_a_warning():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in net]

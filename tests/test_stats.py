@@ -18,8 +18,8 @@ from angpt.stats import (
     mean_interval,
     pooled_deviation,
     relative_change,
+    seed_difference,
     welch,
-    welch_test,
 )
 
 
@@ -132,13 +132,17 @@ def test_welch_is_that_of_scipy():
     assert (found.estimate.low, found.estimate.high) == pytest.approx((interval.low, interval.high))
 
 
-def test_welchs_test_of_samples_is_that_of_scipy():
-    one, two = [3.486, 3.491, 3.480], [3.453, 3.460, 3.456, 3.470]
-    found, expected = welch_test(one, two), stats.ttest_ind(two, one, equal_var=False)
-    assert found.p_value == pytest.approx(expected.pvalue)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_difference_over_seeds_is_that_of_scipy(pooled):
+    """For equal numbers of seeds and nearly equal losses, of which the logarithms vary like the losses over their mean:
+    Student's test with one deviation, Welch's with two."""
+    one, two = [3.486, 3.491, 3.480], [3.485, 3.489, 3.495]
+    spreads = [pooled_deviation([one, two])] * 2 if pooled else [pooled_deviation([x]) for x in (one, two)]
+    found, expected = seed_difference(one, two, *spreads), stats.ttest_ind(two, one, equal_var=pooled)
+    assert found.p_value == pytest.approx(expected.pvalue, rel=5e-3)
     interval = expected.confidence_interval()
-    assert (found.estimate.low, found.estimate.high) == pytest.approx((interval.low, interval.high))
-    assert welch_test([3.0], [2.0]).p_value is None
+    assert (found.estimate.low, found.estimate.high) == pytest.approx((interval.low, interval.high), rel=5e-3)
+    assert seed_difference([3.0], [2.0], Deviation(0.0, 0), Deviation(0.0, 0)).p_value is None
 
 
 def test_holms_correction():

@@ -172,9 +172,9 @@ class Folded(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `half` and the like do; another precision as by `prepare`."""
         self.engine = None
-        target = fn(torch.empty(0, dtype=self.dtype, device=self.device))
-        if target.dtype != self.dtype:
-            return self.prepare(target.device, target.dtype)
+        one, two = (fn(torch.empty(0, dtype=dtype, device=self.device)) for dtype in (torch.float32, torch.float64))
+        if one.dtype == two.dtype:  # it converts
+            return self.prepare(one.device, one.dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:

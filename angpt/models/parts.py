@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from angpt.constraints import Constraint, constraints_of, left_out, project_
 from angpt.errors import UserError
-from angpt.models.primitives import LearnedScale, RMSNorm, lerp, linear_with_row_gains, norm, nu_lerp
+from angpt.models.primitives import LearnedScale, Resettable, lerp, linear_with_row_gains, norm, nu_lerp
 
 ALPHA_INIT, STORED_SCALE = 0.05, 0.01
 """Initial α, and initial stored value of α and s_z: the defaults of anGPT."""
@@ -164,7 +164,7 @@ def init_unit_rows_(module: nn.Module, generator: torch.Generator | None = None)
         if is_bias(name):
             p.zero_()
     for part in module.modules():
-        if isinstance(part, LearnedScale | RMSNorm):  # not any method `reset`: other modules have their own
+        if isinstance(part, Resettable):  # not any method `reset`: other modules have their own
             part.reset()
         elif isinstance(part, nn.Embedding) and part.padding_idx is not None:
             part.weight[part.padding_idx].zero_()

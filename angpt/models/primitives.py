@@ -5,7 +5,7 @@ may have a faster form in `angpt.fast`, whose compiler passes also fuse `norm`, 
 neighbours.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,14 +124,14 @@ def product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     return torch.addmm(unread, a, b, beta=0, alpha=factor)
 
 
-@runtime_checkable
-class Resettable(Protocol):
+class Resettable(nn.Module):
     """A module with learned scalars or vectors, which `reset` initialises."""
 
-    def reset(self) -> None: ...
+    def reset(self) -> None:
+        raise NotImplementedError
 
 
-class LearnedScale(nn.Module):
+class LearnedScale(Resettable):
     """A learned vector s = (init / scale) · ŝ, where the stored ŝ starts at `scale` and s therefore at `init`.
 
     Adam's steps do not depend on the size of the gradient, so s changes init / scale times as fast as if it were stored
@@ -181,7 +181,7 @@ class Linear(nn.Linear):
         """Does nothing: the model initialises all its matrices in one place."""
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Resettable):
     """rms(x) · γ, times a constant."""
 
     factor: Tensor

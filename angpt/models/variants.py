@@ -18,7 +18,17 @@ from angpt.models.design import Design
 from angpt.models.factors import LerpFactor
 from angpt.models.gptplus import GPTPlus, GPTPlusBlock
 from angpt.models.ngpt import NGPT, NGPTBlock
-from angpt.models.primitives import Context, LearnedScale, RMSNorm, lerp, nu_lerp, rotate, split_heads, swiglu
+from angpt.models.primitives import (
+    Context,
+    LearnedScale,
+    Resettable,
+    RMSNorm,
+    lerp,
+    nu_lerp,
+    rotate,
+    split_heads,
+    swiglu,
+)
 
 D = TypeVar("D", bound=type[Decoder])
 
@@ -83,7 +93,7 @@ class LNScaling(GPTPlus):
             return replace(super().design(), input_factors=(self.norm_a.constant,))  # type: ignore[arg-type]
 
 
-class DynamicTanh(nn.Module):
+class DynamicTanh(Resettable):
     """tanh(a · x) · γ instead of a norm (Zhu et al., 2025), with a learned scalar a and vector γ."""
 
     def __init__(self, size: int) -> None:

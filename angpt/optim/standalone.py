@@ -17,13 +17,9 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
     """The names of the matrices of hidden layers, each with the number of linear maps that are stacked in it.
 
     A part of the module that has a method of this name, such as the models of this package, declares its own. In the
-    rest, they are the weights of linear and attention layers except the head: linear layers with an output for each
-    token of the largest embedding, or without any the last linear layer, unless a part that declares its own comes
-    after it.
+    rest, they are the weights of linear and attention layers except the last linear layer, which is taken for the head
+    unless a part that declares its own comes after it.
     """
-    embeddings = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    vocabulary = max(embeddings, default=0)
-    heads: set[int] = set()
     found: dict[str, int] = {}
     layers: dict[int, tuple[str, int]] = {}  # by identity: a tied weight has one name
     declared: list[str] = []
@@ -41,10 +37,9 @@ def hidden_matrices(module: nn.Module) -> dict[str, int]:
             if known and is_matrix(p):
                 layers.setdefault(id(p), (name, 3 if name.endswith("in_proj_weight") else 1))
                 head = id(p) if isinstance(part, nn.Linear) else head
-                if isinstance(part, nn.Linear) and part.out_features == vocabulary:
-                    heads.add(id(p))
-    heads = heads or {head for head in (head,) if head is not None}
-    return found | dict(layer for identity, layer in layers.items() if identity not in heads)
+    if head is not None:
+        del layers[head]
+    return found | dict(layers.values())
 
 
 class Muon(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from angpt.errors import UserError
 from angpt.studies.jobs import Job, bring_to_end, check_settings, ended, reason
-from angpt.system import available_cores
+from angpt.system import available_threads
 from angpt.training.reporter import Quiet, Reporter
 
 POLL_SECONDS = 0.25
@@ -146,7 +146,7 @@ class InProcess:
         import torch
 
         failure, before = None, torch.get_num_threads()
-        torch.set_num_threads(self.threads or available_cores())
+        torch.set_num_threads(self.threads or available_threads())
         try:
             if not bring_to_end(job, self.reporter(), self.signals).ended:
                 signal.raise_signal(signal.SIGINT)  # the run has heard it; now `execute` hears it too
@@ -168,7 +168,7 @@ def default_workers() -> int:
     """One per GPU; on the CPU two, since the threads of one process do not fill the cores with small matrices."""
     import torch
 
-    return torch.cuda.device_count() or min(2, available_cores())
+    return torch.cuda.device_count() or min(2, available_threads())
 
 
 class Running(NamedTuple):
@@ -186,7 +186,7 @@ class Processes:
         if workers < 1:
             raise UserError(f"workers = {workers}: at least one is needed")
         self.slots = workers
-        self.threads = threads or max(1, available_cores() // workers)
+        self.threads = threads or max(1, available_threads() // workers)
         self.context = mp.get_context("forkserver")
         self.context.set_forkserver_preload(["angpt.training.launch"])
         self.runs: list[Running] = []

@@ -11,7 +11,7 @@ from angpt.results import State
 from angpt.studies.cluster import in_queue
 from angpt.studies.jobs import Job, ended, failure_of, state_of
 from angpt.studies.study import Study
-from angpt.system import available_cores
+from angpt.system import available_threads
 from angpt.training.hardware import peak_flops
 from angpt.training.record import newest_values
 from angpt.training.run import Run
@@ -178,7 +178,7 @@ def seconds_here(flops: float) -> float:
         rate = devices * peak_flops(torch.device("cuda"), torch.bfloat16)
     else:
         torch.set_num_threads(1)  # the cores are shared among runs, not within one
-        rate = available_cores() * peak_flops(torch.device("cpu"), torch.float32)
+        rate = available_threads() * peak_flops(torch.device("cpu"), torch.float32)
     return flops / (HERE * rate)
 
 

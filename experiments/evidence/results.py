@@ -14,7 +14,7 @@ from angpt.evaluation.results import Results as Evaluation
 from angpt.evaluation.results import read_results
 from angpt.present.words import quantity
 from angpt.results import Result, Row
-from angpt.stats import Difference, Interval, holm, welch_test
+from angpt.stats import Deviation, Difference, Interval, deviations, holm, relative_change, seed_difference
 from angpt.studies.folders import summarise_runs
 from angpt.studies.grid import folder_name
 from experiments.evidence import paper
@@ -84,9 +84,21 @@ class Results:
         """True if a seed has diverged: then the arm has no mean at this budget."""
         return math.inf in self.losses(recipe, budget).values()
 
+    @cached_property
+    def final(self) -> dict[tuple[Recipe, str], list[float]]:
+        """The losses of arms and budgets of which several seeds have finished."""
+        cells = {(arm, budget): self.complete(arm, budget) for budget, arms in BUDGETS.items() for arm in arms}
+        return {cell: losses for cell, losses in cells.items() if losses}
+
+    @cached_property
+    def spread(self) -> dict[tuple[Recipe, str], Deviation]:
+        """The deviation between seeds, pooled over all arms and budgets but those that vary far more."""
+        return dict(zip(self.final, deviations([*self.final.values()]), strict=True))
+
     def compare(self, one: Recipe, two: Recipe, budget: str) -> Comparison:
         samples = self.complete(one, budget), self.complete(two, budget)
-        return Comparison(one, two, budget, welch_test(*samples) if all(samples) else None)
+        spreads = [self.spread.get((arm, budget), Deviation(0.0, 0)) for arm in (one, two)]  # 0: of one seed
+        return Comparison(one, two, budget, seed_difference(*samples, *spreads) if all(samples) else None)
 
     @cached_property
     def primary(self) -> list[Comparison]:
@@ -180,11 +192,13 @@ class Results:
         return next((cost.overhead for cost in costs if cost.architecture == recipe), None)
 
     def change(self, one: list[float], base: list[float]) -> Interval | None:
-        """The relative change of the mean loss from `base`, with Welch's interval; None if one of them is missing."""
+        """The relative change of the mean loss from `base`, with the deviation between seeds pooled over these and the
+        final runs; None if one of them is missing."""
         if not one or not base:
             return None
-        mean = sum(base) / len(base)
-        return welch_test(base, one).estimate.times(1 / mean)
+        others = [losses for losses in self.final.values() if not {*losses} & {*one, *base}]
+        own, of_base, *_ = deviations([one, base, *others])
+        return relative_change(one, base, own, of_base)
 
     def ablation(self, recipe: Recipe, budget: str = "80M") -> dict[int, float | None]:
         """Losses of an ablation; those of the architectures themselves are final runs with the same seeds."""

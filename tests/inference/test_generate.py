@@ -517,7 +517,7 @@ def test_a_folded_model_changes_its_precision_like_any_module(move: str) -> None
     model = fold(tiny(context=16).float())
     expected = fold(tiny(context=16).float()).prepare("cpu", getattr(torch, move if move != "half" else "float16"))
     generate(model, [[1]], 2, GREEDY)
-    moved = getattr(model, move)()
+    moved = getattr(getattr(model, move)(), move)()
     assert moved is model
     assert torch.equal(model(some_tokens(1, 9)), expected(some_tokens(1, 9)))
     assert generate(model, [[1]], 2, GREEDY) == generate(expected, [[1]], 2, GREEDY)

@@ -251,18 +251,6 @@ def test_a_head_behind_a_model_that_declares_its_matrices_is_not_hidden():
     assert hidden_matrices(nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 1))) == {"0.weight": 1} | declared
 
 
-def test_a_head_is_found_by_its_vocabulary():
-    class Early(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(8, 50)  # before the blocks
-            self.embedding = nn.Embedding(50, 8)
-            self.positions = nn.Embedding(8, 8)
-            self.blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    assert hidden_matrices(Early()) == {"blocks.0.weight": 1, "blocks.1.weight": 1}
-
-
 class Conv1D(nn.Module):
     """A linear map as in transformers, whose columns are outputs."""
 
