@@ -18,9 +18,10 @@ from scipy import stats
 
 from angpt.analysis.analyse import Analysis
 from angpt.errors import UserError
-from angpt.evaluation.results import read_results
+from angpt.evaluation.results import Evaluated, read_results, write_results
+from angpt.evaluation.results import Results as Evaluation
 from angpt.training.run import Run
-from experiments.evidence import inside, pages, queue, relatives, tables, tokens
+from experiments.evidence import inside, pages, paper, queue, relatives, tables, tokens
 from experiments.evidence.__main__ import main
 from experiments.evidence.protocol import BUDGETS, EVIDENCE, Protocol
 from experiments.evidence.queue import Queue, Speed, pack, rehearsal, thinned
@@ -52,6 +53,9 @@ def trained(monkeypatch):
         for path in inside.measured(item):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text("{}")
+            for task in paper.TASKS if path.name == "results.json" else ():
+                (folder / path.parent / "scores").mkdir(exist_ok=True)
+                (folder / path.parent / "scores" / f"{task}-x.safetensors").touch()
         return True
 
     monkeypatch.setattr(queue, "look_inside", look_inside)
@@ -188,7 +192,7 @@ def test_real_runs_of_a_tiny_model(tmp_path, monkeypatch):
     assert len(set(losses[1:])) == 3
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)
     assert not [path for form in ("full", "int8", "fp8") for path in (folder / form).glob("*.*")]  # weights go
-    assert len(list(folder.glob("**/eval/scores/*"))) == 4
+    assert len(list(folder.glob("**/eval/scores/*"))) == 4 * len(paper.TASKS)
     assert Run(folder).summary().checkpoint is not None  # written for the analysis, and removed
     assert not (folder / "checkpoints").exists()
 
@@ -367,6 +371,7 @@ def test_a_leftover_checkpoint_does_not_make_a_run_start_again(tmp_path):
 def test_a_missing_task_is_found_at_the_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokens.make_up_requests(tmp_path / "requests")
+    (tmp_path / "requests" / "wikitext.safetensors").unlink()
     with pytest.raises(UserError, match=r"requests/\w+\.safetensors"):
         main(["run", "--requests", str(tmp_path / "requests"), "--seconds", "9", "--archive", str(tmp_path / "a.tar")])
 
@@ -404,3 +409,31 @@ def test_the_commands(tmp_path, capsys, monkeypatch):
     assert f"left in all: {len(pending)} run" in out
     main(["run", "--runs", str(tmp_path / "runs"), "--seconds", "1", "--archive", str(tmp_path / "a.tar")])
     assert (tmp_path / "a.tar").exists()
+
+
+def test_a_model_is_measured_when_every_task_is_scored(tmp_path):
+    """The loss is written first, so that a process that is killed between two tasks leaves a file of results."""
+    file = tmp_path / inside.RESULTS
+    assert not inside.is_measured(file)
+    model = Evaluated("x", "run", "0" * 64, 32, 61, None)
+    write_results(tmp_path, Evaluation(model, (), ()))
+    assert not inside.is_measured(file)
+    (tmp_path / inside.SCORES).mkdir()
+    for count, task in enumerate(paper.TASKS, start=1):
+        (tmp_path / inside.SCORES / f"{task}-a-b.safetensors").touch()
+        assert inside.is_measured(file) == (count == len(paper.TASKS))
+
+
+def test_what_must_be_measured_again_comes_last_and_keeps_its_loss(tmp_path):
+    tuned(tmp_path / "evidence")
+    q = Queue(tmp_path / "runs", tmp_path / "evidence")
+    item = next(item for item in q.pending(["final"]) if item.analysed)
+    write(tmp_path / "evidence" / item.folder, item.config, loss=3.0)  # ended, but its analysis is missing
+    assert [i.folder for i in q.pending(["final"])][-1] == item.folder
+    write(tmp_path / "runs" / item.folder, item.config, loss=4.0)
+    (tmp_path / "runs" / item.folder / "analysis.json").write_text("{}")
+    pack(tmp_path / "runs", tmp_path / "a.tar", evidence=tmp_path / "evidence")
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        names = {Path(name).name for name in tar.getnames()}
+    assert "analysis.json" in names
+    assert not names & {"config.toml", "summary.json"}

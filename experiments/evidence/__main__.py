@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     running = commands.choices["run"]
     running.add_argument("--seconds", type=float, required=True, help="start nothing that would end later")
-    running.add_argument("--archive", type=Path, default=Path("evidence.tar.gz"), help="run folders without weights")
+    where = Path(os.environ.get("OUT", "."), "evidence.tar.gz")
+    running.add_argument(
+        "--archive", type=Path, default=where, help="run folders without weights; in $OUT unless given"
+    )
     running.add_argument("--parts", type=Path, help="folder of compressed parts of the text to extract first")
     running.add_argument("--requests", type=Path, help="requests of tasks (`angpt eval --write-requests`) to score")
     running.add_argument("--carry-over", action="store_true", help="start a run that must go on in the next call")

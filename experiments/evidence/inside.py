@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import get_args
 
 from angpt.config import Weights
-from angpt.evaluation.results import RESULTS
+from angpt.evaluation.results import RESULTS, SCORES, read_results
 from angpt.training.run import Run
+from experiments.evidence import paper
 from experiments.evidence.items import Item
 
 FORMS: tuple[Weights, ...] = get_args(Weights)
@@ -20,6 +21,17 @@ def measured(item: Item) -> list[Path]:
     forms = ("", *FORMS) if item.quantized else ("",)
     files = [Path("analysis.json")] if item.analysed else []
     return files + ([form / RESULTS for form in map(Path, forms)] if item.evaluated else [])
+
+
+def is_measured(path: Path) -> bool:
+    """True if a file of `measured` is there with all that belongs to it: of results, every task or its scores, since
+    the loss is written first."""
+    if not path.exists() or path.name != RESULTS.name:
+        return path.exists()
+    folder = path.parents[1]
+    scored = {task for task in paper.TASKS if any((folder / SCORES).glob(f"{task}-*.safetensors"))}
+    missing = {*paper.TASKS} - scored
+    return not missing or ((found := read_results(folder)) is not None and all(map(found.task, missing)))
 
 
 def look_inside(item: Item, folder: Path, requests: Path | None) -> bool:
@@ -39,7 +51,7 @@ def look_inside(item: Item, folder: Path, requests: Path | None) -> bool:
         steps |= {Path(weights) / RESULTS: partial(score_folded, folder, weights, data, requests) for weights in FORMS}
     done = True
     for file in measured(item):
-        if (folder / file).exists():
+        if is_measured(folder / file):
             continue
         try:
             steps[file]()

@@ -30,7 +30,7 @@ from angpt.training.reporter import Quiet
 from angpt.training.run import Run, Summary
 from angpt.training.trainer import Trainer
 from experiments.evidence import relatives
-from experiments.evidence.inside import FORMS, look_inside, measured
+from experiments.evidence.inside import FORMS, is_measured, look_inside, measured
 from experiments.evidence.items import EVIDENCE, KEPT_EVERY, STORED, Item
 from experiments.evidence.protocol import DATA, Protocol
 
@@ -124,11 +124,19 @@ class Queue:
 
     def pending(self, stages: Sequence[str] = ()) -> Iterator[Item]:
         """The runs that are not complete, in order. One that has ended but was not analysed is analysed on the machine
-        that has its weights, and repeated on another one."""
+        that has its weights, and repeated on another one, after all others."""
+        repeated = []
         for item in self.protocol().items():
-            known = any(complete(item, root / item.folder) for root in (self.evidence, self.runs))
-            if not known and (not stages or item.stage in stages) and fnmatch(item.name, self.names):
+            places = [root / item.folder for root in (self.evidence, self.runs)]
+            if (stages and item.stage not in stages) or not fnmatch(item.name, self.names):
+                continue
+            if any(complete(item, folder) for folder in places):
+                continue
+            if any(map(ended, places)) and not self._saved(item):
+                repeated.append(item)
+            else:
                 yield item
+        yield from repeated
 
     def seconds(self, item: Item) -> float:
         """The expected time of a run, by its model and by how the runs of this process compared with estimates."""
@@ -184,6 +192,8 @@ class Queue:
                 except Exception as error:  # one run must not cost the others their time
                     failed.add(item.folder)
                     print(f"{item.folder}: failed: {type(error).__name__}: {error}", flush=True)
+                    if "CUDA error" in str(error):  # of which this process does not recover
+                        break
                     continue
                 took = time.monotonic() - now
                 if summary.ended:
@@ -192,6 +202,8 @@ class Queue:
                 print(f"{now - begin:5.0f} s + {took:5.1f} s  {item.folder}: {summary.status}, loss {loss}", flush=True)
                 pack(self.runs, archive, self.names, self.evidence)
         print("\n".join(self.lines(stages or BY_DEFAULT)), flush=True)
+        if why := next((text for i in self.pending(stages or BY_DEFAULT) if (text := waits_for(i, requests))), ""):
+            print(f"runs wait for: {why}", flush=True)
 
     def train(self, item: Item, limit: float, commit: str = "") -> Summary:
         """Bring one run to its end, or to a checkpoint at the limit. Ctrl-C and SIGTERM end it with a checkpoint, too,
@@ -244,7 +256,7 @@ def complete(item: Item, folder: Path) -> bool:
         return False
     if summary.status != "finished":
         return True  # there is no model
-    return all((folder / file).exists() for file in measured(item))
+    return all(is_measured(folder / file) for file in measured(item))
 
 
 def waits_for(item: Item, requests: Path | None = None) -> str:
@@ -318,7 +330,8 @@ def stopped_after(seconds: float) -> Iterator[threading.Event]:
 def pack(runs: Path, archive: Path, names: str = "*", evidence: Path | None = None) -> None:
     """Write the folders of all ended runs with such names, without weights, to a compressed .tar file, whole or not at
     all; those of which `evidence` has every file are left out. Scores of single samples do not count, because evidence
-    keeps none."""
+    keeps none. Of a run that was repeated because its model was not measured, the first loss stays: its configuration,
+    summary and records in `evidence` are not replaced."""
     part = archive.with_name(f".{archive.name}.part")
     with tarfile.open(part, "w:gz", compresslevel=1) as tar:
         for summary in sorted(runs.glob("*/*/summary.json")):
@@ -334,7 +347,9 @@ def pack(runs: Path, archive: Path, names: str = "*", evidence: Path | None = No
             kept = [file for file in files if SCORES.name not in file.relative_to(folder).parts]
             if evidence is None or not all((evidence / file.relative_to(runs)).exists() for file in kept):
                 for file in files:
-                    tar.add(file, file.relative_to(runs))
+                    stays = file in named[:3] and evidence is not None and (evidence / file.relative_to(runs)).exists()
+                    if not stays:
+                        tar.add(file, file.relative_to(runs))
     if (size := part.stat().st_size) > ARCHIVE_BYTES:
         print(f"{archive}: {size / 1e6:.1f} MB are more than {ARCHIVE_BYTES / 1e6:.0f}", flush=True)
     part.rename(archive)

@@ -125,7 +125,8 @@ def tests(results: Results, found: Sequence[Comparison], adjusted: bool) -> Tabl
             continue
         p = c.adjusted if adjusted else c.difference.p_value
         better = label(c.two if c.difference.estimate.mean < 0 else c.one)
-        verdict = f"{better} is better" if p is not None and p < SIGNIFICANT else "not told apart"
+        verdict = f"{better} is better{'' if adjusted else ', exploratory'}"
+        verdict = verdict if p is not None and p < SIGNIFICANT else "not told apart"
         verdict = "one seed: no test" if p is None else verdict
         numbers = [probability(c.difference.p_value), *([probability(c.adjusted)] if adjusted else [])]
         rows.append((pair, c.budget, bracketed(c.difference.estimate, "+.4f"), *numbers, verdict))

@@ -89,12 +89,14 @@ def arrange(archives: Path, root: Path) -> None:
 
 
 def make_up_requests(folder: Path) -> Path:
-    """A folder with made-up requests of a task, for a rehearsal."""
+    """A folder with made-up requests of all tasks, for a rehearsal."""
     from angpt.evaluation.requests import Origin, Requests
+    from experiments.evidence.paper import TASKS
 
     folder.mkdir(parents=True)
-    requests = Requests.of(Origin("piqa", "made up", None, "0", "none"), 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])])
-    requests.save(folder / "piqa.safetensors")
+    for task in TASKS:
+        requests = Requests.of(Origin(task, "made up", None, "0", "none"), 2, [([1, 2, 3], [4, 5]), ([7, 8], [9])])
+        requests.save(folder / f"{task}.safetensors")
     return folder
 
 
