@@ -157,10 +157,10 @@ def constrain(
     targets = _resolve(module, constraints)
     owned = {p for each in optimizers for p in _parameters(each)}
     _warn(FROZEN, [t.name for t in targets if not t.weight.requires_grad])
-    missing = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in owned}
     if owned.difference(module.parameters()):
         what = "not trained by this optimizer, which has others that the network does not (make it after `convert`)"
-        _warn(what, [name for name, p in missing.items() if p.ndim < 2])
+        named = module.named_parameters()
+        _warn(what, [name for name, p in named if p.ndim < 2 and p.requires_grad and p not in owned])
     others = [t.name for t in targets if t.weight.requires_grad and t.weight not in owned]
     _warn("left as they are, because this optimizer does not update them", others)
     handles = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from angpt.config import DataConfig, PrepareConfig, TrainConfig
 from angpt.data.prepare import prepare
@@ -22,7 +23,7 @@ from angpt.studies.jobs import ended
 from angpt.training.plan import make_plan
 from angpt.training.run import Run, Summary
 from experiments.evidence import pages, paper, sweeps, tables, tokens
-from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, Protocol
+from experiments.evidence.protocol import BUDGETS, DATA, EVIDENCE, SEEDS, Protocol
 from experiments.evidence.results import Results
 from experiments.evidence.trials import ADDED, ARMS, TRIED, arm_name, make_trials, space_of
 
@@ -319,3 +320,16 @@ def test_rules_state_the_intervals_of_the_fitted_exponents():
     for law in laws:
         for name, exponent in law.law.exponents.items():
             assert "[" + bracketed(exponent, ".2f").partition("[")[2] in text, name
+
+
+def test_the_power_of_the_primary_tests_is_as_stated():
+    """The strictest of twelve tests at 0.01, with the deviation pooled over six arms at three budgets."""
+    freedom, error = 6 * 3 * (len(SEEDS) - 1), math.sqrt(2 / len(SEEDS))
+    limit = stats.t.isf(0.01 / 12 / 2, freedom)
+    text = (EVIDENCE.parent / "evidence.md").read_text(encoding="utf-8")
+    needed, found = map(
+        float, re.findall(r"asks for a difference of (\d+\.\d+) .*?finds a true one of (\d+\.\d+)", text, re.DOTALL)[0]
+    )
+    assert f"{freedom} degrees of freedom" in text
+    assert needed == pytest.approx(limit * error, abs=0.05)
+    assert stats.nct.sf(limit, freedom, found / error) == pytest.approx(0.9, abs=0.01)

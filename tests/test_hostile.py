@@ -179,6 +179,5 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 def test_the_number_of_threads_has_the_limit_of_openmp(monkeypatch, limit, cores):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     usable = available_threads()
-    assert usable >= 1
     monkeypatch.setenv("OMP_NUM_THREADS", limit)
     assert available_threads() == (usable if cores is None else cores)

@@ -178,7 +178,8 @@ def newest_values(folder: Path) -> dict[str, float]:
         while end and len(found) < len(NEWEST):
             start = max(0, end - BLOCK_BYTES)
             file.seek(start)
-            rest, *lines = (b"\n" * (start == 0) + file.read(end - start) + rest).split(b"\n")
+            lines = (file.read(end - start) + rest).split(b"\n")
+            rest = lines.pop(0) if start else b""  # the end of a line that begins in the block before
             for line in reversed(lines):
                 if wanted := [name for name in NEWEST if name not in found and f'"{name}"'.encode() in line]:
                     with suppress(UserError):  # the last may be incomplete
